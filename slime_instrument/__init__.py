@@ -1,3 +1,52 @@
-"""One aligned train dump per rollout from an unedited slime."""
+"""One aligned train dump per rollout from an unedited slime, and the tools to read it.
+
+Importing this package arms it: slime is patched when it is imported, unless ``SLIME_INSTRUMENT=0``. Everything else
+is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from slime_instrument.activation.boot import arm_on_import as _arm_on_import
+
+TYPE_CHECKING = False  # the typing module alone would double the cost of this import
+if TYPE_CHECKING:
+    from typing import Any
+
+    from slime_instrument.files.reader import read_rollout_dump, read_train_dump
+    from slime_instrument.runtime import instrument, instrumented, status, uninstrument
+
+__all__ = [
+    "__version__",
+    "instrument",
+    "instrumented",
+    "read_rollout_dump",
+    "read_train_dump",
+    "status",
+    "uninstrument",
+]
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "instrument": "runtime",
+    "instrumented": "runtime",
+    "status": "runtime",
+    "uninstrument": "runtime",
+    "read_rollout_dump": "files.reader",
+    "read_train_dump": "files.reader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
+
+
+_arm_on_import()

@@ -1,0 +1,93 @@
+"""Arming before anything heavy is imported. Standard library only: the ``.pth`` calls this at interpreter start.
+
+Nothing of slime, torch or wrapt is loaded here. A finder waits on ``sys.meta_path`` for the first import of slime and
+arms just before it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from slime_instrument.activation.switch import is_on
+
+TYPE_CHECKING = False  # the typing module alone costs more than everything here
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+__all__ = ["arm_on_import", "boot", "disarm_waiting", "route", "waiting"]
+
+ROUTE_VARIABLE = "SLIME_INSTRUMENT_ROUTE"
+_TOP = "slime"
+
+
+class _SlimeWatch:
+    """Finds nothing; the first question about slime arms this process."""
+
+    def __init__(self, route: str) -> None:
+        self.route = route
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == _TOP or fullname.startswith(_TOP + "."):
+            disarm_waiting()
+            _arm(self.route)
+        return None
+
+
+def boot(how: str) -> None:
+    """What the ``.pth``, the ``.start`` file and ``sitecustomize`` call. Arms if ``SLIME_INSTRUMENT`` says so."""
+    if is_on():
+        _wait_or_arm(os.environ.get(ROUTE_VARIABLE, how))
+
+
+def arm_on_import() -> None:
+    """What ``import slime_instrument`` does: arms unless switched off, and not by itself under pytest."""
+    switch = is_on()
+    if switch is False or (switch is None and _under_pytest()):
+        return
+    _wait_or_arm(os.environ.get(ROUTE_VARIABLE, "import slime_instrument"))
+
+
+def waiting() -> bool:
+    return any(isinstance(finder, _SlimeWatch) for finder in sys.meta_path)
+
+
+def route() -> str | None:
+    """How this process will be armed, while it waits for slime."""
+    return next((finder.route for finder in sys.meta_path if isinstance(finder, _SlimeWatch)), None)
+
+
+def disarm_waiting() -> None:
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _SlimeWatch)]
+
+
+def _wait_or_arm(how: str) -> None:
+    if waiting():
+        return
+    if _TOP in sys.modules:
+        _arm(how)
+    else:
+        sys.meta_path.insert(0, _SlimeWatch(how))
+
+
+def _arm(how: str) -> None:
+    """Arm now. Nothing may leave: this runs inside somebody's import of slime."""
+    try:
+        from slime_instrument.runtime import arm_quietly
+
+        arm_quietly(how)
+    except Exception:
+        import logging
+
+        logging.getLogger("slime_instrument").exception(
+            "slime_instrument: could not arm; training goes on without instrumentation"
+        )
+
+
+def _under_pytest() -> bool:
+    # The variable alone is inherited by everything that a test starts; the module alone may be a library's import.
+    return "PYTEST_VERSION" in os.environ and "_pytest.config" in sys.modules

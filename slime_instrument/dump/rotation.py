@@ -1,0 +1,37 @@
+"""Which rollouts are dumped, and which dumps of this run are removed again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime_instrument.settings import Settings
+
+__all__ = ["Rotation", "is_due"]
+
+
+def is_due(settings: Settings, rollout_id: int) -> bool:
+    """Every ``EVERY``-th rollout, counted by its id, and every pinned one."""
+    return rollout_id % settings.every == 0 or rollout_id in settings.pin
+
+
+class Rotation:
+    """Keeps the last ``KEEP_LAST`` dumps that this process wrote, and all pinned ones. Removes nothing else."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._written: dict[int, Path] = {}
+
+    def wrote(self, rollout_id: int, path: Path) -> list[Path]:
+        """Note a new dump and remove those that are now too old; returns the removed paths."""
+        self._written.pop(rollout_id, None)
+        if rollout_id not in self._settings.pin:
+            self._written[rollout_id] = path
+        keep = self._settings.keep_last
+        removed = []
+        while keep is not None and len(self._written) > keep:
+            oldest = next(iter(self._written))
+            old_path = self._written.pop(oldest)
+            if old_path not in self._written.values():
+                old_path.unlink(missing_ok=True)
+                removed.append(old_path)
+        return removed

@@ -1,0 +1,108 @@
+"""What a patch is: where it applies, what it relies on, what it does around a call. Data only."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Advice", "Call", "Patch", "State", "Target"]
+
+
+class State(str, enum.Enum):
+    """Where a patch stands. Each state comes with a reason in words."""
+
+    DISABLED = "DISABLED"  # not armed in this process
+    PENDING = "PENDING"  # armed, the target's module is not imported yet
+    ACTIVE = "ACTIVE"  # the target is wrapped
+    INCOMPATIBLE = "INCOMPATIBLE"  # the target is not there or has another signature
+    FAILED = "FAILED"  # failed repeatedly and stepped out for the rest of the process
+    SKIPPED = "SKIPPED"  # not needed here, or stepped back together with another patch
+    DRIFTED = "DRIFTED"  # somebody replaced or wrapped the target after us
+    REMOVED = "REMOVED"  # taken back by uninstrument()
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Target:
+    """One place where the attribute may live: an importable module and a dotted path in it."""
+
+    module: str
+    attribute: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.attribute}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a target, with its arguments by the target's own parameter names."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    positions: dict[str, int]
+    """Parameter name -> index among the positional arguments, read from the target's signature."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.kwargs:
+            return self.kwargs[name]
+        return self.args[self.positions[name]]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except (KeyError, IndexError):
+            return default
+
+    def replaced(self, name: str, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with one of them exchanged; the call itself stays as it is."""
+        if name in self.kwargs:
+            return self.args, {**self.kwargs, name: value}
+        index = self.positions[name]
+        return (*self.args[:index], value, *self.args[index + 1 :]), self.kwargs
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do about one call. Whatever is left out does not happen.
+
+    ``arguments``: call the target with these instead. ``after``: gets the result, returns the result to hand on; not
+    run when the target raised. ``cleanup``: runs after the target whatever happened. ``instead``: called in place of
+    the target.
+    """
+
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    after: Callable[[Any], Any] | None = None
+    cleanup: Callable[[], None] | None = None
+    instead: Callable[[], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A declaration: ``name``, alternatives of ``targets`` (the first that exists wins), the parameters it relies on.
+
+    ``before`` is asked at each call and returns an :class:`Advice`, or None to leave the call alone. ``idle`` is a
+    cheap question asked first: True means that nothing is to be done, so that the call costs next to nothing.
+    ``replace`` is for targets that are no functions: it gets the original and returns a stand-in. ``group`` names what
+    applies together or not at all; ``needs`` names groups without which this one steps back; ``optional`` patches may
+    lack their target without the group stepping back.
+    """
+
+    name: str
+    targets: tuple[Target, ...]
+    group: str
+    relies_on: tuple[str, ...] = ()
+    before: Callable[[Call], Advice | None] | None = None
+    idle: Callable[[], bool] | None = None
+    replace: Callable[[Any], Any] | None = None
+    needs: tuple[str, ...] = ()
+    optional: bool = False
+    unneeded: Callable[[Any], str | None] = field(default=lambda _module: None)
+    """Asked with the imported module: a reason why the patch is not needed there, or None."""
+
+    def __post_init__(self) -> None:
+        if not self.targets or (self.before is None) == (self.replace is None):
+            raise TypeError(f"patch {self.name!r} needs targets, and either before or replace")

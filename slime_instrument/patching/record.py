@@ -1,0 +1,59 @@
+"""One patch in one process: its state, what it replaced, how often it was called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime_instrument.patching.aliases import Alias
+from slime_instrument.patching.declaration import Patch, State, Target
+from slime_instrument.patching.failures import FailurePolicy
+
+__all__ = ["Record"]
+
+
+@dataclass
+class Record:
+    """The living side of a declaration. ``wrapper`` is the handle by which the patch is removed."""
+
+    patch: Patch
+    policy: FailurePolicy
+    state: State = State.DISABLED
+    reason: str = "not armed in this process"
+    calls: int = 0
+    failures: int = 0
+    inert: bool = True
+    target: Target | None = None
+    owner: Any = None
+    attribute: str = ""
+    inherited: bool = False
+    """The attribute came from a base class: removing means deleting ours, not assigning the original."""
+    original: Any = None
+    wrapper: Any = None
+    positions: dict[str, int] = field(default_factory=dict)
+    aliases: list[Alias] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    """Alternative targets that were looked at and do not fit -> why."""
+
+    def become(self, state: State, reason: str) -> None:
+        self.state, self.reason = state, reason
+        self.inert = state is not State.ACTIVE and state is not State.DRIFTED
+
+    def failed(self, error: BaseException, *, may_raise: bool = True) -> None:
+        """A step of ours failed inside a call. Raises in strict mode; steps out when it keeps failing."""
+        self.failures += 1
+        lost = f"What {self.patch.name!r} adds to the dump is lost for this call."
+        if self.policy.report(self.patch.name, error, lost, may_raise=may_raise):
+            self.become(State.FAILED, f"failed {self.failures} times, last: {type(error).__name__}: {error}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """``target``, ``state``, ``reason``, ``calls``, and the patch's ``name``, ``group`` and ``failures``."""
+        return {
+            "name": self.patch.name,
+            "group": self.patch.group,
+            "target": str(self.target or self.patch.targets[0]),
+            "state": str(self.state),
+            "reason": self.reason,
+            "calls": self.calls,
+            "failures": self.failures,
+        }

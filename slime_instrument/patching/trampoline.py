@@ -1,0 +1,109 @@
+"""The way every wrapped call takes. The target is called exactly once, outside every ``except`` of ours."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import wrapt
+
+from slime_instrument.patching.declaration import Advice, Call
+
+if TYPE_CHECKING:
+    from slime_instrument.patching.record import Record
+
+__all__ = ["FunctionPatch", "make_wrapper", "parameters", "resolve_by_name"]
+
+
+def parameters(function: Any) -> tuple[dict[str, int], bool]:
+    """Positions of the named parameters, and whether any further keyword is taken. (TypeError if there is no
+    signature to read.)"""
+    found = inspect.signature(function).parameters.values()
+    names = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return {p.name: index for index, p in enumerate(names)}, any(p.kind is p.VAR_KEYWORD for p in found)
+
+
+def resolve_by_name(module: str, qualname: str) -> Any:
+    """The attribute that ``module`` has now. Wrapped functions are pickled as this call, so that they arrive as
+    whatever the receiving process has: wrapped where it is armed, the original elsewhere."""
+    return functools.reduce(getattr, qualname.split("."), importlib.import_module(module))
+
+
+class FunctionPatch(wrapt.FunctionWrapper):  # type: ignore[misc]  # wrapt's C type is untyped
+    """A wrapped module-level function that survives pickle and deepcopy, by name."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return resolve_by_name, (self.__module__, self.__qualname__)
+
+    def __reduce__(self) -> Any:
+        return self.__reduce_ex__(2)
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+def make_wrapper(record: Record, original: Any, *, method: bool) -> Any:
+    """Wrap ``original``. Methods get a plain function: Ray re-closes over the methods of an actor class in the driver
+    and would ship a wrapt wrapper by value, as the unwrapped original, to every worker."""
+    if record.patch.replace is not None:
+        return record.patch.replace(original)
+    if not method:
+
+        def through(wrapped: Any, _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return run(record, wrapped, args, kwargs)
+
+        return FunctionPatch(original, through)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return run(record, original, args, kwargs)
+
+    return wrapper
+
+
+def run(record: Record, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One call of a wrapped target."""
+    record.calls += 1
+    idle = record.patch.idle
+    if record.inert or (idle is not None and idle()):
+        return wrapped(*args, **kwargs)
+    advice = _ask(record, Call(args, kwargs, record.positions))
+    if advice is None:
+        return wrapped(*args, **kwargs)
+    if advice.instead is not None:
+        return _guarded(record, advice.instead, None)
+    args, kwargs = advice.arguments or (args, kwargs)
+    if advice.cleanup is None:
+        result = wrapped(*args, **kwargs)
+    else:
+        returned = False
+        try:
+            result = wrapped(*args, **kwargs)
+            returned = True
+        finally:
+            _guarded(record, advice.cleanup, None, may_raise=returned)
+    if advice.after is None:
+        return result
+    return _guarded(record, functools.partial(advice.after, result), result)
+
+
+def _ask(record: Record, call: Call) -> Advice | None:
+    assert record.patch.before is not None
+    advice: Advice | None = _guarded(record, functools.partial(record.patch.before, call), None)
+    return advice
+
+
+def _guarded(record: Record, step: Callable[[], Any], otherwise: Any, *, may_raise: bool = True) -> Any:
+    try:
+        value = step()
+    except Exception as error:
+        record.failed(error, may_raise=may_raise)
+        return otherwise
+    record.policy.succeeded(record.patch.name)
+    return value

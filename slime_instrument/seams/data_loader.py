@@ -1,0 +1,67 @@
+"""Data loader: ``partition``, each local sample's position in the rollout, survives loading.
+
+slime ships ``partition`` to every rank and drops it while loading (v0.2.1 until #2266, which keeps it). The dict that
+holds it exists only inside ``process_rollout_data``, where it comes out of ``ray.get``; so the module's ``ray`` is
+replaced by a stand-in that, during such a call, looks at what passes through. Fetching the data a second time would
+double the loading time. v0.2.0 has no ``partition`` at all: see ``positions_v020``.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+import wrapt
+
+from slime_instrument.capture import POSITION_KEY
+from slime_instrument.dump.topology import megatron_is_up
+from slime_instrument.patching.declaration import Advice, Call, Patch, Target
+from slime_instrument.seams.positions_v020 import reconstruct
+
+_LOADING: ContextVar[list[list[int]] | None] = ContextVar("slime_instrument_loading", default=None)
+
+
+class WatchedRay(wrapt.ObjectProxy):  # type: ignore[misc]  # wrapt's C type is untyped
+    """``ray`` as slime's data module sees it; everything passes through."""
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        value = self.__wrapped__.get(*args, **kwargs)
+        loading = _LOADING.get()
+        if loading is not None and isinstance(value, dict) and POSITION_KEY in value:
+            loading.append([int(position) for position in value[POSITION_KEY]])
+        return value
+
+
+def keep_positions(call: Call) -> Advice | None:
+    args = call["args"]
+    # On another backend (FSDP) an unknown key in rollout_data is not ours to add.
+    if getattr(args, "save_debug_train_data", None) is None or not megatron_is_up():
+        return None
+    seen: list[list[int]] = []
+    token = _LOADING.set(seen)
+
+    def put_back(rollout_data: Any) -> Any:
+        if isinstance(rollout_data, dict) and POSITION_KEY not in rollout_data:
+            positions = seen[-1] if seen else reconstruct(args, rollout_data, call["dp_rank"], call["dp_size"])
+            if positions is not None and len(positions) == len(rollout_data["total_lengths"]):
+                rollout_data[POSITION_KEY] = positions
+        return rollout_data
+
+    return Advice(after=put_back, cleanup=lambda: _LOADING.reset(token))
+
+
+PATCHES = (
+    Patch(
+        name="data-loader",
+        group="positions",
+        targets=(Target("slime.utils.data", "process_rollout_data"),),
+        relies_on=("args", "rollout_data_ref", "dp_rank", "dp_size"),
+        before=keep_positions,
+    ),
+    Patch(
+        name="data-fetch",
+        group="positions",
+        targets=(Target("slime.utils.data", "ray"),),
+        replace=WatchedRay,
+    ),
+)

@@ -1,0 +1,30 @@
+"""Micro-batch iterator: each sample's position travels inside the batch.
+
+``train_one_step`` asks for a fixed list of keys. Pipeline schedules run the forward of the next micro-batch before
+the loss of this one, so what identifies a sample must be in the batch itself; no global could say which is current.
+"""
+
+from __future__ import annotations
+
+from slime_instrument.capture import current_session
+from slime_instrument.patching.declaration import Advice, Call, Patch, Target
+
+
+def ask_for_positions(call: Call) -> Advice | None:
+    session = current_session()
+    if session is None or not session.wanted or session.key in call["keys"]:
+        return None
+    return Advice(arguments=call.replaced("keys", [*call["keys"], session.key]))
+
+
+PATCHES = (
+    Patch(
+        name="micro-batches",
+        group="capture",
+        needs=("dump",),
+        targets=(Target("slime.backends.megatron_utils.data", "DataIterator.get_next"),),
+        relies_on=("self", "keys"),
+        before=ask_for_positions,
+        idle=lambda: current_session() is None,
+    ),
+)
