@@ -79,7 +79,8 @@ class CaptureSession:
         import torch
 
         with torch.no_grad():
-            copied = torch.cat([value.detach() for value in log_probs]).split([len(value) for value in log_probs])
+            lengths = [len(value) for value in log_probs]
+            copied = torch.split(torch.cat([value.detach() for value in log_probs]), lengths)
         for position, value in zip(positions, copied, strict=True):
             if position not in self._values:
                 self._values[position] = value

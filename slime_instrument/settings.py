@@ -67,7 +67,8 @@ class Settings:
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
         """Read and check every variable; the first bad one raises :class:`SettingsError`, naming it."""
         environment = os.environ if environment is None else environment
-        known = {PREFIX: ("enabled", _switch), **{f"{PREFIX}_{name.upper()}": (name, p) for name, p in _PARSERS.items()}}
+        known = {f"{PREFIX}_{name.upper()}": (name, parser) for name, parser in _PARSERS.items()}
+        known[PREFIX] = ("enabled", _switch)
         given = {name: value for name, value in environment.items() if name == PREFIX or name.startswith(PREFIX + "_")}
         values = {
             known[name][0]: _parse(name, text.strip(), known[name][1]) for name, text in given.items() if name in known

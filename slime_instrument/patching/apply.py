@@ -107,9 +107,9 @@ def remove(record: Record) -> str:
 
 
 def _current(record: Record) -> Any:
-    for namespace in [vars(cls) for cls in record.owner.__mro__] if isinstance(record.owner, type) else [vars(record.owner)]:
-        if record.attribute in namespace:
-            return namespace[record.attribute]
+    for holder in record.owner.__mro__ if isinstance(record.owner, type) else (record.owner,):
+        if record.attribute in vars(holder):
+            return vars(holder)[record.attribute]
     return _ABSENT
 
 

@@ -32,7 +32,7 @@ def resolve_by_name(module: str, qualname: str) -> Any:
     return functools.reduce(getattr, qualname.split("."), importlib.import_module(module))
 
 
-class FunctionPatch(wrapt.FunctionWrapper):  # type: ignore[misc]  # wrapt's C type is untyped
+class FunctionPatch(wrapt.FunctionWrapper[..., Any]):
     """A wrapped module-level function that survives pickle and deepcopy, by name."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -21,7 +21,7 @@ from slime_instrument.seams.positions_v020 import reconstruct
 _LOADING: ContextVar[list[list[int]] | None] = ContextVar("slime_instrument_loading", default=None)
 
 
-class WatchedRay(wrapt.ObjectProxy):  # type: ignore[misc]  # wrapt's C type is untyped
+class WatchedRay(wrapt.ObjectProxy[Any]):
     """``ray`` as slime's data module sees it; everything passes through."""
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
