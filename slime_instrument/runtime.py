@@ -36,6 +36,7 @@ class Runtime:
         self.patcher = Patcher(declared(), strict=lambda: self.settings.strict)
         self.rotation = Rotation(self.settings)
         self.dumps_written = 0
+        self.positions_from = "unknown"  # how the data loader came by the positions of the samples
         self._attempts: dict[int, int] = {}
         self._announced_in: object = None
         self._step_began: float | None = None

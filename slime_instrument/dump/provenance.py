@@ -26,7 +26,8 @@ def describe(
     """Versions, sizes, the arming route, and per response-level field where its values come from.
 
     ``fields``: "rollout" came with the samples, "captured" is the training forward's own value, "recomputed" was
-    computed before the training steps. ``captured_optimizer_steps``: per local sample, the step within the rollout at
+    computed before the training steps. ``positions``: "partition" is slime's own word, "reconstructed" was worked out
+    and proven (v0.2.0), "unknown" means that samples are ordered by their index. ``captured_optimizer_steps``: per local sample, the step within the rollout at
     which it was captured. ``log_probs`` says in words why that field is absent, where it is.
     """
     present = [name for name in cp_fields if data.get(name) is not None]
@@ -41,7 +42,7 @@ def describe(
         "route": runtime.route,
         "qkv_format": qkv_format,
         "fields": sources,
-        "positions": "partition" if POSITION_KEY in data else "unknown",
+        "positions": runtime.positions_from if POSITION_KEY in data else "unknown",
     }
     if captured_steps is not None:
         described["captured_optimizer_steps"] = captured_steps

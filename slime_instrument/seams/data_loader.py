@@ -13,6 +13,7 @@ from typing import Any
 
 import wrapt
 
+from slime_instrument import runtime
 from slime_instrument.capture import POSITION_KEY
 from slime_instrument.dump.topology import megatron_is_up
 from slime_instrument.patching.declaration import Advice, Call, Patch, Target
@@ -45,6 +46,11 @@ def keep_positions(call: Call) -> Advice | None:
             positions = seen[-1] if seen else reconstruct(args, rollout_data, call["dp_rank"], call["dp_size"])
             if positions is not None and len(positions) == len(rollout_data["total_lengths"]):
                 rollout_data[POSITION_KEY] = positions
+                runtime.current().positions_from = "partition" if seen else "reconstructed"
+            else:
+                runtime.current().positions_from = "unknown"
+        elif isinstance(rollout_data, dict):
+            runtime.current().positions_from = "partition"
         return rollout_data
 
     return Advice(after=put_back, cleanup=lambda: _LOADING.reset(token))
