@@ -8,10 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from slime_instrument.dump.agreement import announce, default_store
+from slime_instrument.dump.agreement import announce, default_store, withdraw
 from slime_instrument.dump.rotation import Rotation, is_due
 from slime_instrument.errors import SettingsError
+from slime_instrument.patching.failures import FailurePolicy
 from slime_instrument.patching.patcher import Patcher
 from slime_instrument.patching.status import PatchStatus, Status
 from slime_instrument.seams import declared
@@ -33,12 +35,15 @@ class Runtime:
         except SettingsError as error:
             # Kept for the start of training: arming may happen where raising would only print a traceback.
             self.settings, self.settings_error = Settings(), error
-        self.patcher = Patcher(declared(), strict=lambda: self.settings.strict)
+        policy = FailurePolicy(strict=lambda: self.settings.strict, listener=self._failed)
+        self.patcher = Patcher(declared(), policy)
+        self.failure_in_rollout: str | None = None  # a dump that misses a part is not written at all
         self.rotation = Rotation(self.settings)
         self.dumps_written = 0
         self.positions_from = "unknown"  # how the data loader came by the positions of the samples
         self._attempts: dict[int, int] = {}
-        self._announced_in: object = None
+        self._announced_in: Any = None
+        self._announced_rank = -1
         self._step_began: float | None = None
 
     def refuse_bad_settings(self) -> None:
@@ -55,8 +60,20 @@ class Runtime:
 
         store = default_store()
         if store is not self._announced_in:
-            announce(store, dist.get_rank())
+            self._announced_rank = dist.get_rank()
+            announce(store, self._announced_rank)
             self._announced_in = store
+
+    def _failed(self, where: str, error: BaseException, for_good: bool) -> None:
+        """A piece of ours failed: this rollout's dump is skipped as a whole. When it failed for good, the other ranks
+        must stop waiting for this one."""
+        if not self.patcher.records[where].patch.optional:
+            self.failure_in_rollout = self.failure_in_rollout or f"{where} failed: {type(error).__name__}: {error}"
+        if for_good and self._announced_in is not None:
+            try:
+                withdraw(self._announced_in, self._announced_rank)
+            except Exception:
+                logger.debug("slime_instrument: could not withdraw from the store", exc_info=True)
 
     def attempt(self, rollout_id: int) -> int:
         """How often this rollout was dumped before; part of what identifies a dump among the ranks."""

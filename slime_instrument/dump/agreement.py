@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-__all__ = ["Agreement", "NotAgreed", "Store", "announce", "default_store", "not_armed"]
+__all__ = ["Agreement", "NotAgreed", "Store", "announce", "default_store", "not_armed", "withdraw"]
 
 GO, SKIP = "go", "skip:"
 _ROOT = "slime_instrument"
@@ -45,10 +45,18 @@ def announce(store: Store, rank: int) -> None:
     store.set(f"{_ROOT}/armed/{rank}", "1")
 
 
+def withdraw(store: Store, rank: int) -> None:
+    """Take the announcement back: this rank steps out, and nobody shall wait for it again."""
+    store.delete_key(f"{_ROOT}/armed/{rank}")
+
+
 def not_armed(store: Store, ranks: Sequence[int]) -> list[int]:
-    """Ranks that have not announced themselves. After a training step, in which all of them took part, these are
-    ranks without instrumentation."""
-    return [rank for rank in ranks if not store.check([f"{_ROOT}/armed/{rank}"])]
+    """Ranks that have not announced themselves, or stepped out. After a training step, in which all of them took part,
+    these are ranks without instrumentation."""
+    keys = {rank: f"{_ROOT}/armed/{rank}" for rank in ranks}
+    if store.check(list(keys.values())):  # one question in the common case
+        return []
+    return [rank for rank, key in keys.items() if not store.check([key])]
 
 
 class Agreement:

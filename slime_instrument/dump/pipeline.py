@@ -93,6 +93,10 @@ def _contribution(
     cp_fields: tuple[str, ...],
 ) -> Contribution:
     """This rank's part. The trainer's own dict is left as it is."""
+    if session is None:
+        raise DumpError("no capture session is open: train_actor was not seen")
+    if runtime.failure_in_rollout is not None:
+        raise DumpError(f"a dump without a part would be wrong: {runtime.failure_in_rollout}")
     data = {key: value for key, value in rollout_data.items() if key != LOCAL_KEY}
     qkv_format = getattr(args, "qkv_format", "thd")
     padded = data.get("max_seq_lens") if qkv_format == "bshd" else None

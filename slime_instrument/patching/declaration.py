@@ -100,6 +100,10 @@ class Patch:
     replace: Callable[[Any], Any] | None = None
     needs: tuple[str, ...] = ()
     optional: bool = False
+    lost: str = "What it adds is lost for this call."
+    """What a failure of this patch costs, for the log."""
+    hold: bool = False
+    """Once this patch has failed for good, its target stays uncalled, instead of running as if we were not there."""
     unneeded: Callable[[Any], str | None] = field(default=lambda _module: None)
     """Asked with the imported module: a reason why the patch is not needed there, or None."""
 

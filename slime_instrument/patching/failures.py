@@ -19,8 +19,15 @@ REFUSALS = (SettingsError, TrainingPathError)
 class FailurePolicy:
     """Lenient: log once per reason, count, go on, step out after ``limit`` failures in a row. Strict: raise."""
 
-    def __init__(self, strict: Callable[[], bool], limit: int = 3) -> None:
+    def __init__(
+        self,
+        strict: Callable[[], bool],
+        limit: int = 3,
+        listener: Callable[[str, BaseException, bool], None] = lambda where, error, for_good: None,
+    ) -> None:
+        """``listener(where, error, for_good)`` hears of every failure before it is logged or raised."""
         self._strict = strict
+        self._listener = listener
         self._limit = limit
         self._logged: set[tuple[str, str]] = set()
         self._in_a_row: dict[str, int] = {}
@@ -41,6 +48,7 @@ class FailurePolicy:
             reason = (where, f"{type(error).__name__}: {error}")
             first, often = reason not in self._logged, self._in_a_row[where] >= self._limit
             self._logged.add(reason)
+        self._listener(where, error, often)
         if self._strict() and may_raise:
             if isinstance(error, DumpError):
                 raise error

@@ -23,8 +23,8 @@ class Patcher:
     it, step back. ``disarm`` removes by handle, in the reverse order of application.
     """
 
-    def __init__(self, patches: Iterable[Patch], strict: Callable[[], bool] = lambda: False) -> None:
-        self.policy = FailurePolicy(strict)
+    def __init__(self, patches: Iterable[Patch], policy: FailurePolicy | None = None) -> None:
+        self.policy = policy if policy is not None else FailurePolicy(strict=lambda: False)
         self.records = {patch.name: Record(patch, self.policy) for patch in patches}
         self.armed = False
         self._watches: list[ImportWatch] = []
@@ -132,6 +132,8 @@ class Patcher:
                 cause = next((broken[g] for g in (record.patch.group, *record.patch.needs) if g in broken), None)
                 if cause is None or cause is record or record.state not in (State.PENDING, State.ACTIVE, State.DRIFTED):
                     continue
+                if record.patch.hold and cause.state is State.FAILED:
+                    continue  # its target must not run in the middle of a run that did not have it so far
                 if record in self._order:
                     self._order.remove(record)
                     remove(record)

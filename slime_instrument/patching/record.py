@@ -37,13 +37,13 @@ class Record:
 
     def become(self, state: State, reason: str) -> None:
         self.state, self.reason = state, reason
-        self.inert = state is not State.ACTIVE and state is not State.DRIFTED
+        held = state is State.FAILED and self.patch.hold
+        self.inert = state not in (State.ACTIVE, State.DRIFTED) and not held
 
     def failed(self, error: BaseException, *, may_raise: bool = True) -> None:
         """A step of ours failed inside a call. Raises in strict mode; steps out when it keeps failing."""
         self.failures += 1
-        lost = f"What {self.patch.name!r} adds to the dump is lost for this call."
-        if self.policy.report(self.patch.name, error, lost, may_raise=may_raise):
+        if self.policy.report(self.patch.name, error, self.patch.lost, may_raise=may_raise):
             self.become(State.FAILED, f"failed {self.failures} times, last: {type(error).__name__}: {error}")
 
     def as_dict(self) -> dict[str, Any]:

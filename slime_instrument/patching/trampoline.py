@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import wrapt
 
-from slime_instrument.patching.declaration import Advice, Call
+from slime_instrument.patching.declaration import Advice, Call, State
 
 if TYPE_CHECKING:
     from slime_instrument.patching.record import Record
@@ -73,6 +73,8 @@ def run(record: Record, wrapped: Callable[..., Any], args: tuple[Any, ...], kwar
     idle = record.patch.idle
     if record.inert or (idle is not None and idle()):
         return wrapped(*args, **kwargs)
+    if record.state is State.FAILED:  # a patch that holds its target back
+        return None
     advice = _ask(record, Call(args, kwargs, record.positions))
     if advice is None:
         return wrapped(*args, **kwargs)

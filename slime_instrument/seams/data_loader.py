@@ -63,6 +63,7 @@ PATCHES = (
         targets=(Target("slime.utils.data", "process_rollout_data"),),
         relies_on=("args", "rollout_data_ref", "dp_rank", "dp_size"),
         before=keep_positions,
+        lost="The positions of this rollout's samples are lost, and with them its train dump.",
     ),
     Patch(
         name="data-fetch",

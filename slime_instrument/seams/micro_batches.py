@@ -25,6 +25,7 @@ PATCHES = (
         targets=(Target("slime.backends.megatron_utils.data", "DataIterator.get_next"),),
         relies_on=("self", "keys"),
         before=ask_for_positions,
+        lost="The log-probs of this micro-batch are lost, and with them this rollout's train dump.",
         idle=lambda: current_session() is None,
     ),
 )

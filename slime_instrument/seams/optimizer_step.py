@@ -21,6 +21,7 @@ PATCHES = (
         targets=(Target("slime.backends.megatron_utils.model", "train_one_step"),),
         relies_on=("rollout_id", "step_id"),
         before=note_step,
+        lost="The optimizer step of captured log-probs is lost.",
         idle=lambda: current_session() is None,
         optional=True,
     ),

@@ -11,7 +11,9 @@ from slime_instrument.patching.declaration import Advice, Call, Patch, Target
 def check_run(call: Call) -> Advice | None:
     args = call["args"]
     current = runtime.current()
-    if call.get("role", "actor") != "actor" or getattr(args, "save_debug_train_data", None) is None:
+    if call.get("role", "actor") != "actor" or getattr(args, "debug_rollout_only", False):
+        return None
+    if getattr(args, "save_debug_train_data", None) is None:
         return None
     current.refuse_bad_settings()
     template = check_template(args)
@@ -36,6 +38,7 @@ PATCHES = (
         targets=(Target("slime.backends.megatron_utils.actor", "MegatronTrainRayActor.init"),),
         relies_on=("self", "args", "role"),
         before=check_run,
+        lost="The checks at the start of training are lost.",
         optional=True,
     ),
 )

@@ -29,6 +29,7 @@ def open_session(call: Call) -> Advice | None:
         leave(token)
         rollout_data.pop(LOCAL_KEY, None)
         drain_native_capture()
+        current.failure_in_rollout = None
 
     return Advice(cleanup=close)
 
@@ -48,5 +49,6 @@ PATCHES = (
         targets=(Target("slime.backends.megatron_utils.actor", "MegatronTrainRayActor.train_actor"),),
         relies_on=("self", "rollout_id", "rollout_data"),
         before=open_session,
+        lost="This rollout has no train dump.",
     ),
 )
