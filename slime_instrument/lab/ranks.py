@@ -1,0 +1,162 @@
+"""One rank: builds the actor, trains the rollouts, and answers with what it saw."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import time
+import traceback
+from argparse import Namespace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import mpu
+
+from slime_instrument.lab import samples as sample_sets
+from slime_instrument.lab import weights
+from slime_instrument.lab.arguments import VOCABULARY, make_args
+from slime_instrument.lab.options import LabOptions
+from slime_instrument.lab.target import load_file
+
+
+def rank_main(options: LabOptions, actor_module: Any, rank: int, port: int, answers: Connection) -> None:
+    """Runs in the forked process; sends ``("progress"|"result"|"failed", value)``."""
+    # A rank that hangs in a collective cannot be asked: just before the deadline it is made to say where, and to end.
+    hung = options.out / f"hung_{rank}.txt"
+    with open(hung, "w") as stack:
+        faulthandler.dump_traceback_later(max(0.5, options.timeout - 1.0), exit=True, file=stack)
+        try:
+            _train(options, actor_module, rank, port, answers)
+        except BaseException:
+            answers.send(("failed", traceback.format_exc()))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+    hung.unlink()
+    answers.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _train(options: LabOptions, actor_module: Any, rank: int, port: int, answers: Connection) -> None:
+    logging.basicConfig(level=logging.WARNING)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(options.world),
+        LOCAL_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    args = _arguments(options)
+    # The actor asks for these files although nothing in them is used.
+    for name, stub in (("AutoConfig", Namespace(vocab_size=VOCABULARY)), ("AutoTokenizer", None)):
+        if hasattr(actor_module, name):
+            getattr(actor_module, name).from_pretrained = staticmethod(lambda *_, _stub=stub, **__: _stub)
+    if options.rank_hook:
+        file, _, function = options.rank_hook.rpartition(":")
+        getattr(load_file(Path(file), "lab_rank_hook"), function)(rank, actor_module, args)
+    logged = _capture_tracking()
+
+    started = time.monotonic()
+    # __init__ asks Ray for the GPUs that it was given.
+    actor = object.__new__(actor_module.MegatronTrainRayActor)
+    actor._world_size, actor._rank = options.world, rank
+    actor.init(args, "actor", with_ref=options.with_ref)
+    if options.with_ref:
+        # Weights of its own, so that log-probs taken from the wrong model show.
+        weights.set_by_name(actor_module, args, actor, "ref")
+    weights.set_by_name(actor_module, args, actor, "actor")
+    parallel = {**getattr(actor, "train_parallel_config", {}), "dp_size": options.dp}
+    known = torch.load(options.rollout_log_probs, weights_only=True) if options.rollout_log_probs else None
+    # Where log-probs and losses are, so where the tracker is called and the patches see their calls.
+    reports = (
+        mpu.is_pipeline_last_stage(ignore_virtual=True)
+        and mpu.get_tensor_model_parallel_rank() == 0
+        and mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+    )
+    ready = time.monotonic()
+    for rollout_id in range(options.rollouts):
+        samples = sample_sets.make_samples(args, options.samples, rollout_id, known and known[rollout_id])
+        if rank == 0:
+            sample_sets.save_rollout_dump(args, samples, rollout_id)
+        actor.train(rollout_id, sample_sets.split_for_training(args, parallel, samples, rollout_id))
+        if reports:
+            answers.send(("progress", f"rollout {rollout_id + 1} of {options.rollouts} trained"))
+    trained = time.monotonic()
+    if options.save_weights:
+        weights.save(actor_module, args, actor, options.out / "weights" / f"{rank}.pt")
+    torch.distributed.barrier()
+    answers.send(
+        (
+            "result",
+            {
+                "reports": reports,
+                "init_s": ready - started,
+                "train_s": trained - ready,
+                "patches": _patches() if reports and options.instrumented else [],
+                "logged_metrics": logged if reports else [],
+            },
+        )
+    )
+    torch.distributed.destroy_process_group()
+
+
+def _arguments(options: LabOptions) -> Namespace:
+    out = options.out
+    # slime checks that there is a checkpoint before it asks Megatron-LM, here a stub, to load it.
+    checkpoint = out / "iter_0000000"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "latest_checkpointed_iteration.txt").touch()
+    args = make_args(
+        tp=options.tp,
+        pp=options.pp,
+        cp=options.cp,
+        world=options.world,
+        load=str(checkpoint),
+        ref_load=str(checkpoint),
+        hf_checkpoint=str(out / "hf"),
+        num_rollout=options.rollouts,
+        **options.overrides,
+    )
+    name = options.dump_name or ("{rollout_id}.pt" if _one_dump_per_rollout(options) else "{rollout_id}_{rank}.pt")
+    args.save_debug_train_data = str(out / "train_data" / name)
+    args.save_debug_rollout_data = str(out / "rollout_data" / "{rollout_id}.pt")
+    count = args.rollout_batch_size * args.n_samples_per_prompt
+    if options.samples != "default":
+        # Pass rates want whole groups of samples, which fan-out does not give them.
+        args.log_passrate = False
+    args.global_batch_size = sample_sets.rollouts_in(options.samples, count) // options.steps
+    return args
+
+
+def _one_dump_per_rollout(options: LabOptions) -> bool:
+    native = options.slime is not None and not (options.slime / "slime" / "utils" / "train_dump_utils.py").exists()
+    return options.instrumented or native
+
+
+def _capture_tracking() -> list[dict[str, Any]]:
+    """Record what is handed to the experiment tracker, by whichever of its names this release has."""
+    logged: list[dict[str, Any]] = []
+
+    def record(_args: Any, metrics: dict[str, Any], step_key: str) -> None:
+        logged.append({key: _plain(value) for key, value in metrics.items()})
+
+    for name in ("slime.utils.logging_utils", "slime.utils.tracking_utils", "slime.observability.logging_utils"):
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "log"):
+            module.__dict__["log"] = record
+    return logged
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _patches() -> list[dict[str, Any]]:
+    import slime_instrument
+
+    status = getattr(slime_instrument, "status", None)
+    return [dict(record.as_dict()) for record in status()] if status else []

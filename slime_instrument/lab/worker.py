@@ -1,0 +1,131 @@
+"""The fresh interpreter of one lab run: imports slime once, forks the ranks, and reports on the given descriptor."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import socket
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from slime_instrument.lab.options import LabOptions
+
+# A rank that fails takes its peers' connections down; they get this long to say so before they are killed.
+_AFTERMATH_S = 3.0
+
+
+def main() -> int:
+    channel = os.fdopen(int(sys.argv[1]), "w", buffering=1)
+    options = LabOptions.from_json(sys.stdin.read())
+
+    def say(event: str, **values: Any) -> None:
+        channel.write(json.dumps({"event": event, **values}, default=str) + "\n")
+        channel.flush()
+
+    began = time.monotonic()
+    try:
+        from slime_instrument.lab import target
+
+        say("progress", text=f"importing {target.describe(options)}")
+        actor_module = target.prepare(options)
+    except BaseException:
+        say("failed", text="slime could not be imported", tracebacks={-1: traceback.format_exc()})
+        return 1
+    imported = time.monotonic() - began
+    outcome = _run_ranks(options, actor_module, say)
+    if outcome["tracebacks"]:
+        say("failed", **outcome)
+        return 1
+    results: dict[int, dict[str, Any]] = outcome["results"]
+    last_stage = next(result for result in results.values() if result["reports"])
+    say(
+        "done",
+        target="slime" if options.slime else "miniature",
+        slime_version=target.version(options),
+        patches=last_stage["patches"],
+        logged_metrics=last_stage["logged_metrics"],
+        seconds={
+            "import": round(imported, 2),
+            "init": round(max(result["init_s"] for result in results.values()), 2),
+            "train": round(max(result["train_s"] for result in results.values()), 2),
+            "total": round(time.monotonic() - began, 2),
+        },
+    )
+    return 0
+
+
+def _run_ranks(options: LabOptions, actor_module: Any, say: Any) -> dict[str, Any]:
+    from slime_instrument.lab.ranks import rank_main
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    say("progress", text=f"training on {options.world} process(es)")
+    context = mp.get_context("fork")
+    processes: dict[int, BaseProcess] = {}
+    readers: dict[Connection, int] = {}
+    for rank in range(options.world):
+        reader, writer = context.Pipe(duplex=False)
+        process: BaseProcess = context.Process(
+            target=rank_main, args=(options, actor_module, rank, port, writer), daemon=True
+        )
+        process.start()
+        # Closed before the next fork: only the rank itself holds its end, so its death reads as end of file here.
+        writer.close()
+        processes[rank], readers[reader] = process, rank
+    results: dict[int, dict[str, Any]] = {}
+    tracebacks: dict[int, str] = {}
+    deadline = time.monotonic() + options.timeout
+    while readers:
+        ready: list[Any] = wait(list(readers), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for reader in ready:
+            rank = readers[reader]
+            try:
+                kind, value = reader.recv()
+            except EOFError:
+                del readers[reader]
+                if rank not in results and rank not in tracebacks:
+                    tracebacks[rank] = _last_words(options, processes[rank], rank)
+                    deadline = min(deadline, time.monotonic() + _AFTERMATH_S)
+                continue
+            if kind == "progress":
+                say("progress", text=value)
+            elif kind == "result":
+                results[rank] = value
+            else:
+                tracebacks[rank] = value
+                deadline = min(deadline, time.monotonic() + _AFTERMATH_S)
+    for process in processes.values():
+        _end(process, 0 if tracebacks else _AFTERMATH_S)
+    missing = sorted(set(processes) - set(results) - set(tracebacks))
+    if missing and not tracebacks:
+        tracebacks = dict.fromkeys(missing, "no answer and no traceback")
+    failed = ", ".join(map(str, tracebacks))
+    return {"results": results, "tracebacks": tracebacks, "text": f"failed on rank(s) {failed}"}
+
+
+def _end(process: BaseProcess, patience_s: float) -> None:
+    process.join(patience_s)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def _last_words(options: LabOptions, process: BaseProcess, rank: int) -> str:
+    """What a rank that ended without a word left: where it hung, or how it died."""
+    process.join(_AFTERMATH_S)
+    stack = options.out / f"hung_{rank}.txt"
+    if stack.is_file() and stack.stat().st_size:
+        return f"no answer in {options.timeout:g} s; it was here:\n{stack.read_text(errors='replace')}"
+    return f"ended with exit code {process.exitcode} and without a traceback; see lab.log"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
