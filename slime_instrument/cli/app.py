@@ -1,0 +1,59 @@
+"""The ``slime-instrument`` command: collects the commands, each from its own file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from slime_instrument.cli import check, demo, inspect, run, status, validate
+from slime_instrument.cli.output import CANNOT_LOOK
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="slime-instrument",
+    help="One aligned train dump per rollout from an unedited slime, and the tools to read it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from slime_instrument import __version__
+
+        print(f"slime-instrument {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+for _module in (status, check, run, demo, inspect, validate):
+    _module.register(app)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit with its status.
+
+    Args:
+        arguments: instead of those of the process.
+    """
+    try:
+        app(args=arguments, prog_name="slime-instrument")
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`). Python would complain again while it flushes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(CANNOT_LOOK)
+    except KeyboardInterrupt:
+        sys.exit(130)

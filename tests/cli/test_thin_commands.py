@@ -1,0 +1,62 @@
+"""status, check and run only pass on what they are given, and turn errors into one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime_instrument.errors import InstrumentError
+
+from .outcomes import PATCH, strict
+
+
+def test_status_prints_the_table_or_the_document(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import slime_instrument
+
+    class Status:
+        def as_dict(self) -> dict[str, Any]:
+            return {"armed": True, "route": "environment", "settings": {}, "patches": [PATCH]}
+
+        def __str__(self) -> str:
+            return "a table"
+
+    monkeypatch.setattr(slime_instrument, "status", Status, raising=False)
+    assert strict(call("status", "--json").out)["patches"] == [PATCH]
+    assert call("status").out == "a table\n"
+
+
+@pytest.mark.parametrize(("applicable", "code"), [(True, 0), (False, 1)])
+def test_check_is_exit_1_if_a_patch_is_not_applicable(call: Any, stand_in: Any, applicable: bool, code: int) -> None:
+    document = {"slime": {"version": "0.3.1", "native_dump": False, "path": "/x"}, "patches": [PATCH]}
+    result = SimpleNamespace(applicable=applicable, as_dict=lambda: document)
+    stand_in("slime_instrument.activation.check", check=lambda slime: result)
+    outcome = call("check", "--slime", "/x", "--json")
+    assert (outcome.code, strict(outcome.out)) == (code, document)
+    text = call("check")
+    assert (text.code, text.out.splitlines()[0]) == (code, "slime 0.3.1 at /x: has no v2 dump of its own")
+    assert "process_rollout_data" in text.out
+
+
+def test_an_error_of_ours_is_one_line_and_exit_2(call: Any, stand_in: Any) -> None:
+    def probe(slime: Path | None) -> None:
+        raise InstrumentError(f"{slime} is\nnot slime")
+
+    stand_in("slime_instrument.activation.check", check=probe)
+    outcome = call("check", "--slime", "/x", "--json")
+    assert (outcome.code, outcome.err) == (2, "slime-instrument: /x is not slime\n")
+    assert strict(outcome.out) == {"error": "/x is not slime"}
+
+
+@pytest.mark.parametrize("dashes", [[], ["--"]])
+def test_run_passes_the_command_on_with_its_options(call: Any, stand_in: Any, dashes: list[str]) -> None:
+    seen: list[list[str]] = []
+
+    def launch(command: list[str]) -> None:
+        seen.append(command)
+
+    stand_in("slime_instrument.activation.launcher", launch=launch)
+    assert call("run", *dashes, "python", "train.py", "--json", "--help", "-x").code == 0
+    assert seen == [["python", "train.py", "--json", "--help", "-x"]]
