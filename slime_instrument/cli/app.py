@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from slime_instrument.activation import boot, switch
 from slime_instrument.cli import check, demo, inspect, run, status, validate
 from slime_instrument.cli.output import CANNOT_LOOK
 
@@ -49,6 +50,9 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: instead of those of the process.
     """
+    if switch.is_on() is None:
+        # Importing the package armed this process too. It will not train, and `status` tells of the environment.
+        boot.disarm_waiting()
     try:
         app(args=arguments, prog_name="slime-instrument")
     except BrokenPipeError:
