@@ -17,6 +17,7 @@ __all__ = [
     "LOCAL_KEY",
     "POSITION_KEY",
     "CaptureSession",
+    "capturing",
     "current_session",
     "enter",
     "enter_policy_loss",
@@ -44,7 +45,9 @@ class CaptureSession:
     def __init__(self, rollout_id: int, rollout_data: dict[str, Any]) -> None:
         self.rollout_id = rollout_id
         self.rollout_data = rollout_data
-        self.key = POSITION_KEY if POSITION_KEY in rollout_data else LOCAL_KEY
+        self.key = POSITION_KEY if _identify(rollout_data.get(POSITION_KEY), rollout_data) else LOCAL_KEY
+        self.failure: str | None = None
+        """Why a part of this rollout is missing, where one is: then its dump is not written at all."""
         self.keys_at_start = frozenset(rollout_data)
         self.optimizer_step: int | None = None
         self._had_log_probs = True
@@ -105,22 +108,36 @@ class CaptureSession:
         self._steps.clear()
 
 
+def _identify(positions: Any, rollout_data: dict[str, Any]) -> bool:
+    """Whether ``positions`` tell the local samples apart: one for each, none twice."""
+    if positions is None:
+        return False
+    return len(positions) == len(set(positions)) == len(rollout_data["response_lengths"])
+
+
 def current_session() -> CaptureSession | None:
     """The session of the ``train_actor`` call that this code runs in, or None."""
     return _SESSION.get()
 
 
+def capturing() -> CaptureSession | None:
+    """The current session while it takes log-probs: not once something failed, because its dump is lost already and one
+    bad rollout must not count as many failures."""
+    session = _SESSION.get()
+    return None if session is None or session.failure is not None or not session.wanted else session
+
+
 def enter(session: CaptureSession) -> Any:
     """Make ``session`` current; give the result to :func:`leave`."""
-    return _SESSION.set(session)
+    return session, _SESSION.set(session)
 
 
-def leave(token: Any) -> None:
-    """End the current session and release what it holds. Works whatever happened in between."""
-    session = _SESSION.get()
+def leave(handle: Any) -> None:
+    """End the session that :func:`enter` made current and release what it holds, whatever was left open inside."""
+    session, token = handle
+    session.close()
+    _POLICY_BATCH.set(None)  # a mark whose own end failed would keep its batch alive, and lend it to the next rollout
     _SESSION.reset(token)
-    if session is not None:
-        session.close()
 
 
 def enter_policy_loss(batch: Any) -> Any:

@@ -4,17 +4,25 @@ whole by each arming."""
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slime_instrument.dump.agreement import announce, default_store, withdraw
+from slime_instrument.activation import boot
+from slime_instrument.capture import current_session
+from slime_instrument.dump.agreement import Agreement, announce, default_store, withdraw
+from slime_instrument.dump.background import BackgroundWriter
 from slime_instrument.dump.rotation import Rotation, is_due
+from slime_instrument.dump.topology import read_topology
 from slime_instrument.errors import SettingsError
+from slime_instrument.live.watch import LiveMetrics
+from slime_instrument.patching.declaration import State
 from slime_instrument.patching.failures import FailurePolicy
 from slime_instrument.patching.patcher import Patcher
+from slime_instrument.patching.remarks import compiled_callers, remarks
 from slime_instrument.patching.status import PatchStatus, Status
 from slime_instrument.seams import declared
 from slime_instrument.settings import Settings
@@ -23,11 +31,14 @@ __all__ = ["Runtime", "current", "instrument", "instrumented", "status", "uninst
 
 logger = logging.getLogger("slime_instrument")
 
+# The patches that work before a session is open: what fails there concerns the rollout that trains next.
+_LOADING = "positions"
+
 
 class Runtime:
     """State of one armed process. ``route`` names how it was armed, in words."""
 
-    def __init__(self, route: str) -> None:
+    def __init__(self, route: str, earlier: Runtime | None = None) -> None:
         self.route = route
         self.settings_error: SettingsError | None = None
         try:
@@ -37,11 +48,15 @@ class Runtime:
             self.settings, self.settings_error = Settings(), error
         policy = FailurePolicy(strict=lambda: self.settings.strict, listener=self._failed)
         self.patcher = Patcher(declared(), policy)
-        self.failure_in_rollout: str | None = None  # a dump that misses a part is not written at all
+        self._failure: str | None = None  # outside of any train_actor call, such as while loading its data
         self.rotation = Rotation(self.settings)
+        # A policy of its own: a file that could not be written says nothing against the dump that finds out.
+        self.background = BackgroundWriter(FailurePolicy(strict=lambda: self.settings.strict).report)
+        self.live = LiveMetrics(self.settings)
         self.dumps_written = 0
         self.positions_from = "unknown"  # how the data loader came by the positions of the samples
-        self._attempts: dict[int, int] = {}
+        # Kept over re-arming: the store still holds the decisions of dumps that were given up.
+        self._attempts: dict[int, int] = earlier._attempts if earlier is not None else {}
         self._announced_in: Any = None
         self._announced_rank = -1
         self._step_began: float | None = None
@@ -65,33 +80,68 @@ class Runtime:
             self._announced_in = store
 
     def _failed(self, where: str, error: BaseException, for_good: bool) -> None:
-        """A piece of ours failed: this rollout's dump is skipped as a whole. When it failed for good, the other ranks
-        must stop waiting for this one."""
-        if not self.patcher.records[where].patch.optional:
-            self.failure_in_rollout = self.failure_in_rollout or f"{where} failed: {type(error).__name__}: {error}"
-        if for_good and self._announced_in is not None:
+        """A piece of ours failed: this rollout's dump is skipped as a whole. When the dump itself failed, the other ranks
+        may be waiting in it; when something failed for good, they must not wait for this one any more."""
+        patch, session = self.patcher.records[where].patch, current_session()
+        if not patch.optional:
+            text = f"{where} failed: {type(error).__name__}: {error}"
+            if session is not None:
+                session.failure = session.failure or text
+            elif patch.group == _LOADING:
+                self._failure = self._failure or text
+            if session is not None and patch.hold:
+                self._give_up(session.rollout_id, text)
+            if for_good:
+                self.step_out()
+
+    def _give_up(self, rollout_id: int, reason: str) -> None:
+        """Tell the others not to wait for this rank in this dump, unless it has no part in it."""
+        try:
+            has_part = read_topology().takes_part
+        except Exception:
+            has_part = True  # not known, and a rank that waits in vain is worse than a dump less
+        if has_part and self._announced_in is not None:
+            Agreement(self._announced_in, self.dump_key(rollout_id), self._announced_rank, (), 0.0).give_up(reason)
+
+    def step_out(self) -> None:
+        """Take the announcement back, so that no rank waits for this one; it is not made again by this runtime."""
+        if self._announced_in is not None:
             try:
                 withdraw(self._announced_in, self._announced_rank)
             except Exception:
                 logger.debug("slime_instrument: could not withdraw from the store", exc_info=True)
 
-    def attempt(self, rollout_id: int) -> int:
-        """How often this rollout was dumped before; part of what identifies a dump among the ranks."""
-        self._attempts[rollout_id] = self._attempts.get(rollout_id, -1) + 1
-        return self._attempts[rollout_id]
+    def take_failure(self) -> str | None:
+        """What failed since the last ``train_actor`` call, and so concerns the rollout that is about to train."""
+        failure, self._failure = self._failure, None
+        return failure
 
-    def training_begins(self) -> None:
+    def training_begins(self, rollout_id: int) -> None:
+        """A ``train_actor`` call that is to end in a dump begins."""
         self._step_began = time.monotonic()
+        self._attempts[rollout_id] = self._attempts.get(rollout_id, -1) + 1
 
-    def log_armed(self, template: str) -> None:
-        active = [record for record in self.patcher if record.state == "ACTIVE"]
+    def dump_key(self, rollout_id: int) -> str:
+        """What identifies this dump among the ranks: the rollout, and how often it was trained before."""
+        return f"{rollout_id}/{self._attempts.get(rollout_id, 0)}"
+
+    def log_armed(self, template: str, *, details: bool) -> None:
+        """The one line that each armed process logs. ``details``: also what is wrong, which one rank is enough for."""
+        active = sum(record.state is State.ACTIVE for record in self.patcher)
+        skipped = sum(record.state is State.SKIPPED for record in self.patcher)
         logger.info(
-            "slime_instrument: armed by %s, %d of %d patches active; one train dump per rollout goes to %s",
-            self.route, len(active), len(self.patcher.records), template,
+            "slime_instrument: armed by %s; %d patches active, %d not needed or stepped back, %d in all; "
+            "one train dump per rollout goes to %s",
+            self.route, active, skipped, len(self.patcher.records), template,
         )  # fmt: skip
+        if not details:
+            return
         for record in self.patcher:
             if record.state in ("INCOMPATIBLE", "FAILED", "DRIFTED"):
                 logger.warning("slime_instrument: %s is %s: %s", record.patch.name, record.state, record.reason)
+        functions = {record.patch.name: record for record in self.patcher if record.state is State.ACTIVE}
+        for name, callers in compiled_callers(functions).items():
+            logger.warning("slime_instrument: %s is bypassed in compiled %s", name, ", ".join(callers))
         if self.settings.unknown:
             logger.warning("slime_instrument: unknown settings ignored: %s", ", ".join(self.settings.unknown))
 
@@ -110,6 +160,7 @@ class Runtime:
 
 
 _current: Runtime | None = None
+_arming = threading.RLock()  # slime may be imported, and so armed, by several threads at once
 
 
 def current() -> Runtime:
@@ -126,11 +177,15 @@ def instrument(route: str = "instrument()") -> Status:
     :class:`~slime_instrument.errors.SettingsError` naming the variable that has a bad value; nothing is armed then.
     """
     global _current
-    if _current is None or not _current.patcher.armed:
-        fresh = Runtime(route)
-        fresh.refuse_bad_settings()
-        _current = fresh
-    _current.patcher.arm()
+    with _arming:
+        waits_as = boot.route()
+        if _current is None or not _current.patcher.armed:
+            fresh = Runtime(waits_as or route, _current)
+            fresh.refuse_bad_settings()
+            _current = fresh
+        _current.refuse_bad_settings()
+        boot.disarm_waiting()  # what it waited for is done here
+        _current.patcher.arm()
     return status()
 
 
@@ -138,21 +193,27 @@ def arm_quietly(route: str) -> None:
     """Arm from a place that must not raise (interpreter start, an import): bad settings are kept and refused when
     training starts."""
     global _current
-    if _current is None or not _current.patcher.armed:
-        _current = Runtime(route)
-    _current.patcher.arm()
+    with _arming:
+        if _current is None or not _current.patcher.armed:
+            _current = Runtime(route, _current)
+        _current.patcher.arm()
 
 
 def uninstrument() -> None:
-    """Take every patch off: each module and class dict is as before. Idempotent."""
-    if _current is not None:
-        _current.patcher.disarm()
+    """Take every patch off: each module and class dict is as before, and a later import of slime arms nothing.
+    Idempotent."""
+    with _arming:
+        boot.disarm_waiting()
+        if _current is not None:
+            if _current.patcher.armed:
+                _current.step_out()
+            _current.patcher.disarm()
 
 
 @contextmanager
 def instrumented(route: str = "instrumented()") -> Iterator[None]:
     """Armed inside the block, taken off at its end whatever happens. Inside an armed process it changes nothing."""
-    already = _current is not None and _current.patcher.armed
+    already = boot.waiting() or (_current is not None and _current.patcher.armed)
     instrument(route)
     try:
         yield
@@ -163,11 +224,20 @@ def instrumented(route: str = "instrumented()") -> Iterator[None]:
 
 def status() -> Status:
     """A snapshot: whether and how this process is armed, and one record per patch."""
-    runtime = _current if _current is not None else Runtime("")
+    waits_as = boot.route()
+    # Armed, but nothing is loaded before slime is: what would be armed is looked at without arming it.
+    runtime = _current if _current is not None and waits_as is None else Runtime(waits_as or "")
     runtime.patcher.look_for_drift()
+    trained = any(record.calls for record in runtime.patcher if record.patch.group == "dump")
+    remarked = remarks(runtime.patcher, trained=trained)
     patches = []
     for record in runtime.patcher:
+        if waits_as is not None:
+            record.become(State.PENDING, "waiting for the import of slime")
         shown = record.as_dict()
+        if record.patch.name in remarked:
+            shown["reason"] += f"; {remarked[record.patch.name]}"
         patches.append(PatchStatus(**{key: shown[key] for key in PatchStatus.__dataclass_fields__}))
     failure = str(runtime.settings_error) if runtime.settings_error is not None else None
-    return Status(runtime.patcher.armed, runtime.route, runtime.settings.as_dict(), tuple(patches), failure)
+    armed = runtime.patcher.armed or waits_as is not None
+    return Status(armed, runtime.route, runtime.settings.as_dict(), tuple(patches), failure)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from slime_instrument.activation.switch import OFF, ON, PREFIX
 from slime_instrument.errors import SettingsError, five_parts
+from slime_instrument.live.alert import Alerts, parse_alerts
 
 __all__ = ["Pins", "Settings"]
 
@@ -37,9 +38,9 @@ class Settings:
     """What the user asked for. Build it with :meth:`from_environment`.
 
     ``enabled`` is None while ``SLIME_INSTRUMENT`` is unset: then only an explicit import arms. ``bucket_bytes`` bounds
-    the extra memory of gathering, in bytes. ``timeout_s`` bounds the wait for another rank, in seconds. ``unknown``
-    lists variables with our prefix that mean nothing here; they are reported, not refused, so that a newer setting
-    does not stop an older install.
+    the extra memory of gathering, in bytes. ``timeout_s`` bounds the wait for another rank, in seconds.
+    ``async_write``: training goes on while the file is being written. ``unknown`` lists variables with our prefix that
+    mean nothing here; they are reported, not refused, so that a newer setting does not stop an older install.
     """
 
     enabled: bool | None = None
@@ -49,7 +50,10 @@ class Settings:
     pin: Pins = Pins()
     bucket_mb: float = 64.0
     timeout_s: float = 120.0
+    async_write: bool = False
     cp_fields: tuple[str, ...] = ()
+    metrics: bool = False
+    alert: Alerts = Alerts()
     unknown: tuple[str, ...] = ()
 
     @property
@@ -61,6 +65,7 @@ class Settings:
         shown = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
         shown["pin"] = str(self.pin)
         shown["cp_fields"] = list(self.cp_fields)
+        shown["alert"] = str(self.alert)
         return {PREFIX if name == "enabled" else f"{PREFIX}_{name.upper()}": value for name, value in shown.items()}
 
     @classmethod
@@ -98,9 +103,14 @@ def _switch(text: str) -> bool:
 
 
 def _whole(text: str) -> int:
-    if text.isascii() and text.isdigit() and int(text) > 0:
+    if _is_number(text) and int(text) > 0:
         return int(text)
     raise ValueError("a whole number above 0")
+
+
+def _is_number(text: str) -> bool:
+    """Plain decimal digits; no more of them than a 64-bit number has."""
+    return text.isascii() and text.isdigit() and len(text) < 19
 
 
 def _optional_whole(text: str) -> int | None:
@@ -117,11 +127,22 @@ def _positive(text: str) -> float:
     raise ValueError("a number above 0")
 
 
+def _seconds(text: str) -> float:
+    # gloo reads a wait of 0 ms as "for ever", and a timedelta ends at 10^9 days.
+    try:
+        value = _positive(text)
+    except ValueError:
+        value = 0.0
+    if 0.01 <= value <= 1e6:
+        return value
+    raise ValueError("a number of seconds from 0.01 to 1000000")
+
+
 def _pins(text: str) -> Pins:
     ranges = []
     for item in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = item.partition("-")
-        if not (first.isdigit() and (last.isdigit() if dash else True)) or (dash and int(first) > int(last)):
+        if not (_is_number(first) and (not dash or _is_number(last))) or (dash and int(first) > int(last)):
             raise ValueError("rollout ids and ranges such as 0,10-20")
         ranges.append((int(first), int(last) if dash else int(first)))
     return Pins(tuple(ranges))
@@ -140,8 +161,11 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "keep_last": _optional_whole,
     "pin": _pins,
     "bucket_mb": _positive,
-    "timeout_s": _positive,
+    "timeout_s": _seconds,
+    "async_write": _switch,
     "cp_fields": _names,
+    "metrics": _switch,
+    "alert": parse_alerts,
 }
 # Set by this package itself for child processes; never by users.
 _NOT_SETTINGS = frozenset({f"{PREFIX}_ROUTE"})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import wrapt
 
@@ -13,9 +14,16 @@ from slime_instrument.patching.declaration import Patch, State, Target
 from slime_instrument.patching.record import Record
 from slime_instrument.patching.trampoline import make_wrapper, parameters
 
-__all__ = ["apply", "misfit", "remove", "drift"]
+__all__ = ["Drift", "apply", "drift", "misfit", "remove"]
 
 _ABSENT = object()
+
+
+class Drift(NamedTuple):
+    """What happened to an applied patch. ``bypassed``: as far as can be seen, calls no longer come through it."""
+
+    reason: str
+    bypassed: bool
 
 
 def misfit(patch: Patch, target: Target, module: ModuleType) -> str | None:
@@ -26,7 +34,7 @@ def misfit(patch: Patch, target: Target, module: ModuleType) -> str | None:
         return f"{target.module} has no {target.attribute}"
     if patch.replace is not None:
         return None
-    if isinstance(original, (staticmethod, classmethod)) or not callable(original):
+    if isinstance(original, (staticmethod, classmethod, type)) or not callable(original):
         return f"{target} is a {type(original).__name__}; expected a plain function"
     try:
         taken, takes_any = parameters(original)
@@ -46,37 +54,43 @@ def apply(record: Record, target: Target, module: ModuleType, *, late: bool) -> 
     """
     parent, attribute, original = wrapt.resolve_path(module, target.attribute)
     method = inspect.isclass(parent)
+    record.application += 1
+    record.bypassed = False
     if record.patch.replace is None:
         record.positions = parameters(original)[0]
     wrapper = make_wrapper(record, original, method=method)
     record.target, record.owner, record.attribute = target, parent, attribute
     record.original, record.wrapper = original, wrapper
-    # Straight into the class or module dict: setattr on a class would also reach metaclass hooks.
-    record.inherited = method and attribute not in vars(parent)
+    record.inherited = attribute not in vars(parent)
     setattr(parent, attribute, wrapper)
     reason = "wrapped"
-    if record.patch.replace is None and not method:
+    if record.patch.replace is None:
         record.aliases = repoint(original, wrapper)
         if record.aliases:
             reason += f", {len(record.aliases)} alias(es) repointed"
-        holders = unreachable(original, (wrapper, record, vars(record))) if late else []
+        holders = unreachable(original, (wrapper, record, vars(record)), parent) if late else []
         if holders:
             reason += f"; not reached: {', '.join(holders)}"
     record.become(State.ACTIVE, reason)
 
 
-def drift(record: Record) -> str | None:
+def drift(record: Record) -> Drift | None:
     """What happened to an applied patch since: None, or who stands in its place."""
-    if record.wrapper is None or record.inert:
+    if record.wrapper is None or record.inert or record.target is None:
         return None
+    # By way of sys.modules: a reload makes new classes, an import after `del sys.modules[...]` a new module.
+    try:
+        owner = wrapt.resolve_path(sys.modules[record.target.module], record.target.attribute)[0]
+    except (KeyError, wrapt.PathResolutionError, AttributeError):
+        return Drift(f"{record.target} is gone; this patch is bypassed", True)
+    if owner is not record.owner:
+        return Drift(f"{record.target} was loaded again after it was wrapped; this patch is bypassed", True)
     current = _current(record)
     if current is record.wrapper:
         return None
-    if current is _ABSENT:
-        return f"{record.target} is gone"
     if _position(current, record.wrapper) is not None:
-        return f"{record.target} was wrapped again by {_name(current)}"
-    return f"{record.target} was replaced by {_name(current)}; this patch is bypassed"
+        return Drift(f"{record.target} was wrapped again by {_name(current)}", False)
+    return Drift(f"{record.target} was replaced by {_name(current)}; this patch is bypassed", True)
 
 
 def remove(record: Record) -> str:

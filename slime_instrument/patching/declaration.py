@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Advice", "Call", "Patch", "State", "Target"]
+__all__ = ["KEYWORD_ONLY", "Advice", "Call", "Patch", "State", "Target"]
+
+KEYWORD_ONLY = -1
+"""In place of a parameter's position: it is never among the positional arguments."""
 
 
 class State(str, enum.Enum):
@@ -47,21 +50,25 @@ class Call:
     """Parameter name -> index among the positional arguments, read from the target's signature."""
 
     def __getitem__(self, name: str) -> Any:
+        """The argument as it was passed; KeyError when this call leaves it to its default."""
         if name in self.kwargs:
             return self.kwargs[name]
-        return self.args[self.positions[name]]
+        index = self.positions.get(name, KEYWORD_ONLY)
+        if not 0 <= index < len(self.args):
+            raise KeyError(name)
+        return self.args[index]
 
     def get(self, name: str, default: Any = None) -> Any:
         try:
             return self[name]
-        except (KeyError, IndexError):
+        except KeyError:
             return default
 
     def replaced(self, name: str, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with one of them exchanged; the call itself stays as it is."""
-        if name in self.kwargs:
+        index = self.positions.get(name, KEYWORD_ONLY)
+        if name in self.kwargs or not 0 <= index < len(self.args):
             return self.args, {**self.kwargs, name: value}
-        index = self.positions[name]
         return (*self.args[:index], value, *self.args[index + 1 :]), self.kwargs
 
 

@@ -40,8 +40,17 @@ class FailurePolicy:
         In strict mode raises :class:`DumpError` from ``error``, unless ``may_raise`` is False (an exception of the
         target itself is on its way and must not be covered). Refusals always pass through.
         """
-        if isinstance(error, REFUSALS) and may_raise:
-            raise error
+        refused = isinstance(error, REFUSALS) and may_raise
+        try:
+            if refused:
+                raise error
+            return self._report(where, error, lost, may_raise)
+        finally:
+            # The exception may leave through this frame. Held here it would form a circle with its own traceback, and
+            # keep what the failed call held until the garbage is collected.
+            del error
+
+    def _report(self, where: str, error: BaseException, lost: str, may_raise: bool) -> bool:
         with self._lock:
             self.total += 1
             self._in_a_row[where] = self._in_a_row.get(where, 0) + 1
@@ -50,9 +59,12 @@ class FailurePolicy:
             self._logged.add(reason)
         self._listener(where, error, often)
         if self._strict() and may_raise:
-            if isinstance(error, DumpError):
-                raise error
-            raise DumpError(f"slime_instrument: {where} failed: {error}. {lost}") from error
+            try:
+                if isinstance(error, DumpError):
+                    raise error
+                raise DumpError(f"slime_instrument: {where} failed: {error}. {lost}") from error
+            finally:
+                del error
         if first:
             logger.error(
                 "slime_instrument: %s failed: %s. %s Training goes on. SLIME_INSTRUMENT_STRICT=1 makes this an error.",

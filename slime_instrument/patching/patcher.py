@@ -30,6 +30,8 @@ class Patcher:
         self._watches: list[ImportWatch] = []
         self._order: list[Record] = []
         self._lock = threading.RLock()  # hooks fire in whichever thread imports
+        for record in self.records.values():
+            record.on_failed = self._step_back
 
     def arm(self) -> None:
         """Watch for the targets' modules; those already imported are patched at once. Idempotent; arming again also
@@ -75,16 +77,30 @@ class Patcher:
                     str(target) in record.missing or target.module not in sys.modules for target in record.patch.targets
                 ):
                     why = "; ".join(record.missing.values()) or "none of its modules is imported"
-                    record.become(State.INCOMPATIBLE, why)
+                    # A worker never imports what only the driver runs: nothing is wrong with that.
+                    elsewhere = record.patch.optional and not record.missing
+                    record.become(State.SKIPPED if elsewhere else State.INCOMPATIBLE, why)
             self._step_back()
             self.look_for_drift()
 
+    def stands(self, group: str) -> bool:
+        """Whether what ``group`` does can be relied on: every patch of it that is not optional is in place."""
+        members = [r for r in self.records.values() if r.patch.group == group and not r.patch.optional]
+        return bool(members) and all(record.state in (State.ACTIVE, State.DRIFTED) for record in members)
+
     def look_for_drift(self) -> None:
+        """Compare every applied patch with what stands in its place now."""
         with self._lock:
             for record in self._order:
+                if record.state not in (State.ACTIVE, State.DRIFTED):
+                    continue
                 changed = drift(record)
-                if changed is not None and record.state is State.ACTIVE:
-                    record.become(State.DRIFTED, changed)
+                if changed is not None:
+                    record.bypassed = changed.bypassed
+                    record.become(State.DRIFTED, changed.reason)
+                elif record.state is State.DRIFTED:
+                    record.bypassed = False
+                    record.become(State.ACTIVE, "wrapped; what had been put on top of it is gone")
 
     def __iter__(self) -> Iterator[Record]:
         return iter(self.records.values())
@@ -99,29 +115,31 @@ class Patcher:
         return arrived
 
     def _offer(self, record: Record, target: Target, module: ModuleType, late: bool) -> None:
-        why_not = misfit(record.patch, target, module)
-        if why_not is None:
-            unneeded = record.patch.unneeded(module)
+        try:
+            why_not = misfit(record.patch, target, module)
+            unneeded = record.patch.unneeded(module) if why_not is None else None
             if unneeded is not None:
                 record.target = target
                 record.become(State.SKIPPED, unneeded)
-                return
-            try:
-                apply(record, target, module, late=late)
-            except Exception as error:
-                # Half applied is worse than not applied; removal copes with both.
-                remove(record)
-                record.become(State.FAILED, f"could not be applied: {type(error).__name__}: {error}")
+            elif why_not is not None:
+                record.missing[str(target)] = why_not
+                if len(record.missing) == len(record.patch.targets):
+                    record.become(State.INCOMPATIBLE, "; ".join(record.missing.values()))
             else:
+                apply(record, target, module, late=late)
                 self._order.append(record)
-        else:
-            record.missing[str(target)] = why_not
-            if len(record.missing) == len(record.patch.targets):
-                record.become(State.INCOMPATIBLE, "; ".join(record.missing.values()))
+        except Exception as error:
+            # Half applied is worse than not applied; removal copes with both.
+            remove(record)
+            record.become(State.FAILED, f"could not be applied: {type(error).__name__}: {error}")
         self._step_back()
 
     def _step_back(self) -> None:
         """Revert what must not stay without its companions, until nothing changes any more."""
+        with self._lock:
+            self._step_back_locked()
+
+    def _step_back_locked(self) -> None:
         broken = {
             record.patch.group: record
             for record in self.records.values()
@@ -151,11 +169,14 @@ class Patcher:
     def _reapply_replaced(self) -> None:
         self.look_for_drift()
         for record in list(self._order):
-            if record.state is not State.DRIFTED or "bypassed" not in record.reason or record.target is None:
+            if record.state is not State.DRIFTED or not record.bypassed or record.target is None:
                 continue
             module = sys.modules.get(record.target.module)
             self._order.remove(record)
             remove(record)
+            record.missing = {}
             record.become(State.PENDING, "the target was replaced, applying again")
             if module is not None:
                 self._offer(record, record.target, module, late=True)
+            else:
+                self._watches.append(on_import(record.target.module, self._arrival(record, record.target, late=False)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,12 @@ class Record:
     calls: int = 0
     failures: int = 0
     inert: bool = True
+    application: int = 0
+    """Counts how often this patch was put on; a wrapper of an earlier time knows by it that it is out of use."""
+    bypassed: bool = False
+    """Drifted, and as far as can be seen the target no longer runs through ours."""
+    on_failed: Callable[[], None] = lambda: None
+    """Called when this patch has failed for good."""
     target: Target | None = None
     owner: Any = None
     attribute: str = ""
@@ -43,8 +50,12 @@ class Record:
     def failed(self, error: BaseException, *, may_raise: bool = True) -> None:
         """A step of ours failed inside a call. Raises in strict mode; steps out when it keeps failing."""
         self.failures += 1
-        if self.policy.report(self.patch.name, error, self.patch.lost, may_raise=may_raise):
-            self.become(State.FAILED, f"failed {self.failures} times, last: {type(error).__name__}: {error}")
+        try:
+            if self.policy.report(self.patch.name, error, self.patch.lost, may_raise=may_raise):
+                self.become(State.FAILED, f"failed {self.failures} times, last: {type(error).__name__}: {error}")
+                self.on_failed()
+        finally:
+            del error  # see FailurePolicy.report
 
     def as_dict(self) -> dict[str, Any]:
         """``target``, ``state``, ``reason``, ``calls``, and the patch's ``name``, ``group`` and ``failures``."""

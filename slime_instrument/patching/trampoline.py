@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import wrapt
 
-from slime_instrument.patching.declaration import Advice, Call, State
+from slime_instrument.patching.declaration import KEYWORD_ONLY, Advice, Call, State
 
 if TYPE_CHECKING:
     from slime_instrument.patching.record import Record
@@ -19,11 +19,15 @@ __all__ = ["FunctionPatch", "make_wrapper", "parameters", "resolve_by_name"]
 
 
 def parameters(function: Any) -> tuple[dict[str, int], bool]:
-    """Positions of the named parameters, and whether any further keyword is taken. (TypeError if there is no
-    signature to read.)"""
+    """Positions of the named parameters (:data:`KEYWORD_ONLY` where there is none), and whether any further keyword is
+    taken. (TypeError or ValueError if there is no signature to read.)"""
     found = inspect.signature(function).parameters.values()
-    names = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return {p.name: index for index, p in enumerate(names)}, any(p.kind is p.VAR_KEYWORD for p in found)
+    names = {
+        p.name: KEYWORD_ONLY if p.kind is p.KEYWORD_ONLY else index
+        for index, p in enumerate(found)
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+    return names, any(p.kind is p.VAR_KEYWORD for p in found)
 
 
 def resolve_by_name(module: str, qualname: str) -> Any:
@@ -36,7 +40,12 @@ class FunctionPatch(wrapt.FunctionWrapper[..., Any]):
     """A wrapped module-level function that survives pickle and deepcopy, by name."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return resolve_by_name, (self.__module__, self.__qualname__)
+        try:
+            in_place = resolve_by_name(self.__module__, self.__qualname__) is self
+        except Exception:
+            in_place = False
+        # In its place it is an ordinary global: what unpickles it needs no package of ours.
+        return self.__qualname__ if in_place else (resolve_by_name, (self.__module__, self.__qualname__))
 
     def __reduce__(self) -> Any:
         return self.__reduce_ex__(2)
@@ -53,33 +62,47 @@ def make_wrapper(record: Record, original: Any, *, method: bool) -> Any:
     and would ship a wrapt wrapper by value, as the unwrapped original, to every worker."""
     if record.patch.replace is not None:
         return record.patch.replace(original)
+    application = record.application
     if not method:
 
         def through(wrapped: Any, _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return run(record, wrapped, args, kwargs)
+            return run(record, application, wrapped, args, kwargs)
 
         return FunctionPatch(original, through)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return run(record, original, args, kwargs)
+        return run(record, application, original, args, kwargs)
 
     return wrapper
 
 
-def run(record: Record, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(
+    record: Record, application: int, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """One call of a wrapped target."""
+    if record.application != application:
+        # An earlier wrapper of this patch, still called by what another tool put on top of it. Only the newest acts.
+        return wrapped(*args, **kwargs)
     record.calls += 1
-    idle = record.patch.idle
-    if record.inert or (idle is not None and idle()):
+    try:
+        idle = record.patch.idle
+        leave_alone = record.inert or (idle is not None and idle())
+    except Exception as error:
+        record.failed(error)
+        leave_alone = not record.patch.hold
+    if leave_alone:
         return wrapped(*args, **kwargs)
     if record.state is State.FAILED:  # a patch that holds its target back
         return None
+    failures = record.failures
     advice = _ask(record, Call(args, kwargs, record.positions))
     if advice is None:
-        return wrapped(*args, **kwargs)
+        # One that holds its target back does so too when it cannot say what to do.
+        held = record.patch.hold and record.failures > failures
+        return None if held else wrapped(*args, **kwargs)
     if advice.instead is not None:
-        return _guarded(record, advice.instead, None)
+        return _counted(record, failures, _guarded(record, advice.instead, None))
     args, kwargs = advice.arguments or (args, kwargs)
     if advice.cleanup is None:
         result = wrapped(*args, **kwargs)
@@ -90,9 +113,16 @@ def run(record: Record, wrapped: Callable[..., Any], args: tuple[Any, ...], kwar
             returned = True
         finally:
             _guarded(record, advice.cleanup, None, may_raise=returned)
-    if advice.after is None:
-        return result
-    return _guarded(record, functools.partial(advice.after, result), result)
+    if advice.after is not None:
+        result = _guarded(record, functools.partial(advice.after, result), result)
+    return _counted(record, failures, result)
+
+
+def _counted(record: Record, failures_before: int, result: Any) -> Any:
+    """A call in which all steps worked ends a row of failures; one working step among failing ones does not."""
+    if record.failures == failures_before:
+        record.policy.succeeded(record.patch.name)
+    return result
 
 
 def _ask(record: Record, call: Call) -> Advice | None:
@@ -103,9 +133,7 @@ def _ask(record: Record, call: Call) -> Advice | None:
 
 def _guarded(record: Record, step: Callable[[], Any], otherwise: Any, *, may_raise: bool = True) -> Any:
     try:
-        value = step()
+        return step()
     except Exception as error:
         record.failed(error, may_raise=may_raise)
         return otherwise
-    record.policy.succeeded(record.patch.name)
-    return value

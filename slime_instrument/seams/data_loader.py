@@ -8,6 +8,7 @@ double the loading time. v0.2.0 has no ``partition`` at all: see ``positions_v02
 
 from __future__ import annotations
 
+import importlib
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,7 +20,7 @@ from slime_instrument.dump.topology import megatron_is_up
 from slime_instrument.patching.declaration import Advice, Call, Patch, Target
 from slime_instrument.seams.positions_v020 import reconstruct
 
-_LOADING: ContextVar[list[list[int]] | None] = ContextVar("slime_instrument_loading", default=None)
+_LOADING: ContextVar[list[Any] | None] = ContextVar("slime_instrument_loading", default=None)
 
 
 class WatchedRay(wrapt.ObjectProxy[Any]):
@@ -29,23 +30,27 @@ class WatchedRay(wrapt.ObjectProxy[Any]):
         value = self.__wrapped__.get(*args, **kwargs)
         loading = _LOADING.get()
         if loading is not None and isinstance(value, dict) and POSITION_KEY in value:
-            loading.append([int(position) for position in value[POSITION_KEY]])
+            loading.append(value[POSITION_KEY])  # looked at later, where an oddity cannot reach slime
         return value
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return importlib.import_module, (self.__wrapped__.__name__,)
 
 
 def keep_positions(call: Call) -> Advice | None:
     args = call["args"]
+    runtime.current().take_failure()  # a new rollout begins; what failed before concerned another one
     # On another backend (FSDP) an unknown key in rollout_data is not ours to add.
     if getattr(args, "save_debug_train_data", None) is None or not megatron_is_up():
         return None
-    seen: list[list[int]] = []
+    seen: list[Any] = []
     token = _LOADING.set(seen)
 
     def put_back(rollout_data: Any) -> Any:
         if isinstance(rollout_data, dict) and POSITION_KEY not in rollout_data:
-            positions = seen[-1] if seen else reconstruct(args, rollout_data, call["dp_rank"], call["dp_size"])
+            positions = reconstruct(args, rollout_data, call["dp_rank"], call["dp_size"]) if not seen else seen[-1]
             if positions is not None and len(positions) == len(rollout_data["total_lengths"]):
-                rollout_data[POSITION_KEY] = positions
+                rollout_data[POSITION_KEY] = [int(position) for position in positions]
                 runtime.current().positions_from = "partition" if seen else "reconstructed"
             else:
                 runtime.current().positions_from = "unknown"
@@ -60,6 +65,7 @@ PATCHES = (
     Patch(
         name="data-loader",
         group="positions",
+        needs=("metrics",),
         targets=(Target("slime.utils.data", "process_rollout_data"),),
         relies_on=("args", "rollout_data_ref", "dp_rank", "dp_size"),
         before=keep_positions,
@@ -68,6 +74,7 @@ PATCHES = (
     Patch(
         name="data-fetch",
         group="positions",
+        needs=("metrics",),
         targets=(Target("slime.utils.data", "ray"),),
         replace=WatchedRay,
     ),

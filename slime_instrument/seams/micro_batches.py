@@ -6,13 +6,15 @@ the loss of this one, so what identifies a sample must be in the batch itself; n
 
 from __future__ import annotations
 
-from slime_instrument.capture import current_session
+from slime_instrument.capture import capturing
 from slime_instrument.patching.declaration import Advice, Call, Patch, Target
 
 
 def ask_for_positions(call: Call) -> Advice | None:
-    session = current_session()
-    if session is None or not session.wanted or session.key in call["keys"]:
+    session = capturing()
+    if session is None or session.key not in session.rollout_data:
+        return None
+    if session.key in call["keys"]:
         return None
     return Advice(arguments=call.replaced("keys", [*call["keys"], session.key]))
 
@@ -26,6 +28,6 @@ PATCHES = (
         relies_on=("self", "keys"),
         before=ask_for_positions,
         lost="The log-probs of this micro-batch are lost, and with them this rollout's train dump.",
-        idle=lambda: current_session() is None,
+        idle=lambda: capturing() is None,
     ),
 )

@@ -10,22 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slime_instrument.capture import current_session, enter_policy_loss, leave_policy_loss, policy_batch
+from slime_instrument.capture import capturing, enter_policy_loss, leave_policy_loss, policy_batch
 from slime_instrument.patching.declaration import Advice, Call, Patch, Target
 
 MODULE = "slime.backends.megatron_utils.loss"
 
 
 def mark_policy_loss(call: Call) -> Advice | None:
-    session = current_session()
-    if session is None or not session.wanted:
+    if capturing() is None:
         return None
     token = enter_policy_loss(call["batch"])
     return Advice(cleanup=lambda: leave_policy_loss(token))
 
 
 def take_log_probs(_call: Call) -> Advice | None:
-    session, batch = current_session(), policy_batch()
+    session, batch = capturing(), policy_batch()
     if session is None or batch is None:
         return None
     positions = batch.get(session.key)
@@ -62,7 +61,7 @@ PATCHES = (
         relies_on=("args", "batch", "logits", "sum_of_sample_mean"),
         before=mark_policy_loss,
         lost="The log-probs of this micro-batch are lost, and with them this rollout's train dump.",
-        idle=lambda: current_session() is None,
+        idle=lambda: capturing() is None,
         unneeded=native_capture,
     ),
     Patch(

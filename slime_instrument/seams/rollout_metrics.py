@@ -24,7 +24,7 @@ def hide_positions(call: Call) -> Advice | None:
 PATCHES = (
     Patch(
         name="rollout-metrics",
-        group="positions",
+        group="metrics",
         targets=(
             Target("slime.observability.train_metric_utils", "log_rollout_data"),
             Target("slime.backends.megatron_utils.data", "log_rollout_data"),

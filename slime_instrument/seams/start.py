@@ -25,7 +25,7 @@ def check_run(call: Call) -> Advice | None:
             topology = read_topology()
             if topology.is_writer:
                 check_writable(template, topology.rank)
-                current.log_armed(template)
+            current.log_armed(template, details=topology.is_writer)
         return result
 
     return Advice(after=started)

@@ -16,20 +16,25 @@ def open_session(call: Call) -> Advice | None:
     if getattr(args, "save_debug_train_data", None) is None or not megatron_is_up():
         return None
     current = runtime.current()
+    failure = current.take_failure()
     current.patcher.settle()
-    if not current.due(rollout_id):
+    if not current.due(rollout_id) or not current.patcher.stands("dump"):
         return None
+    current.training_begins(rollout_id)
     current.announce()
     session = CaptureSession(rollout_id, rollout_data)
-    if session.key == LOCAL_KEY:
+    session.failure = failure
+    # slime averages every list that it does not know; without the patch that hides ours from it, none is added.
+    if session.key == LOCAL_KEY and current.patcher.stands("metrics"):
         rollout_data[LOCAL_KEY] = list(range(len(rollout_data["response_lengths"])))
-    token = enter(session)
+    handle = enter(session)
 
     def close() -> None:
-        leave(token)
-        rollout_data.pop(LOCAL_KEY, None)
-        drain_native_capture()
-        current.failure_in_rollout = None
+        try:
+            leave(handle)
+        finally:
+            rollout_data.pop(LOCAL_KEY, None)
+            drain_native_capture()
 
     return Advice(cleanup=close)
 

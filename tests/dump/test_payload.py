@@ -1,0 +1,121 @@
+"""The v2 payload: order, places, and nothing at the top that does not belong there."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from slime_instrument.dump.payload import build_payload
+from slime_instrument.dump.restore import Shard
+
+
+def shard(data_rank: int, partition: list[int] | None, count: int | None = None, **more: Any) -> Shard:
+    n = count if count is not None else len(partition or ())
+    data: dict[str, Any] = {"response_lengths": [1] * n, "total_lengths": [2] * n, **more}
+    if partition is not None:
+        data["partition"] = partition
+    return Shard(rank=data_rank * 10, data_rank=data_rank, rollout_data=data, provenance={"of": data_rank})
+
+
+def positions(payload: dict[str, Any]) -> list[Any]:
+    return [sample.get("rollout_position") for sample in payload["samples"]]
+
+
+def test_case_7_uneven_ranks_are_ordered_by_position() -> None:
+    payload = build_payload([shard(0, [0, 2, 3]), shard(1, [1])], rollout_id=4, writer_rank=6)
+    assert positions(payload) == [0, 1, 2, 3]
+    assert [sample["data_parallel_rank"] for sample in payload["samples"]] == [0, 1, 0, 0]
+    assert (payload["format_version"], payload["rollout_id"], payload["rank"]) == (2, 4, 6)
+
+
+def test_case_4_siblings_with_the_same_index_or_none_are_ordered_by_position() -> None:
+    siblings: dict[str, Any] = {"rollout_ids": [70, 70], "sample_indices": [7, 7]}
+    others: dict[str, Any] = {"rollout_ids": [70, 80], "sample_indices": [7, 8]}
+    payload = build_payload([shard(0, [2, 0], **siblings), shard(1, [3, 1], **others)], rollout_id=5, writer_rank=0)
+    assert positions(payload) == [0, 1, 2, 3]
+    assert [sample["rollout_ids"] for sample in payload["samples"]] == [70, 80, 70, 70]
+    assert payload["rollout_id"] == 5
+    nameless = [shard(0, [2, 0], sample_indices=[None, None]), shard(1, [3, 1], sample_indices=[None, None])]
+    assert positions(build_payload(nameless, rollout_id=0, writer_rank=0)) == [0, 1, 2, 3]
+
+
+def test_without_positions_the_sample_index_orders() -> None:
+    parts = [shard(0, None, 2, sample_indices=[514, 512]), shard(1, None, 1, sample_indices=[513])]
+    payload = build_payload(parts, rollout_id=0, writer_rank=0)
+    assert [sample["sample_index"] for sample in payload["samples"]] == [512, 513, 514]
+
+
+@pytest.mark.parametrize("indices", [None, [None, 3]])
+def test_without_either_the_samples_stay_in_gather_order_and_a_warning_says_so(
+    indices: list[Any] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    more = {} if indices is None else {"sample_indices": indices}
+    payload = build_payload([shard(1, None, 2, **more), shard(0, None, 1)], rollout_id=8, writer_rank=0)
+    assert [sample["data_parallel_rank"] for sample in payload["samples"]] == [1, 1, 0]
+    assert "samples of rollout 8 carry neither positions nor indices" in caplog.text
+
+
+def test_one_rank_without_positions_takes_the_order_from_the_index_for_all() -> None:
+    parts = [shard(0, [1, 0], sample_indices=[11, 10]), shard(1, None, 1, sample_indices=[9])]
+    payload = build_payload(parts, rollout_id=0, writer_rank=0)
+    assert [sample["sample_index"] for sample in payload["samples"]] == [9, 10, 11]
+
+
+def test_per_sample_fields_go_to_samples_the_schedule_to_shards_and_the_whole_batch_to_the_top() -> None:
+    data: dict[str, Any] = {
+        "raw_reward": [0.0, 1.0],
+        "tokens": [torch.arange(2), torch.arange(3)],
+        "rewards": torch.tensor([0.5, -0.5]),
+        "micro_batch_indices": [[0], [1]],
+        "num_microbatches": [2],
+        "global_batch_sizes": [2],
+        "dynamic_global_batch_size": 2,
+        "note": "text",
+        "log_probs_of_nobody": [1],
+    }
+    payload = build_payload([shard(0, [1, 0], **data)], rollout_id=0, writer_rank=3)
+    assert set(payload) == {"format_version", "rollout_id", "rank", "samples", "dp_shards", "raw_reward"}
+    first = payload["samples"][0]
+    assert set(first) == {
+        "data_parallel_rank", "rollout_position", "tokens", "rewards", "response_lengths", "total_lengths",
+    }  # fmt: skip
+    assert first["tokens"].tolist() == [0, 1, 2]
+    assert float(first["rewards"]) == -0.5
+    (layout,) = payload["dp_shards"]
+    assert layout["partition"] == [1, 0]
+    assert layout["sample_indices"] is None
+    assert (layout["micro_batch_indices"], layout["num_microbatches"]) == ([[0], [1]], [2])
+    assert (layout["note"], layout["log_probs_of_nobody"], layout["dynamic_global_batch_size"]) == ("text", [1], 2)
+    assert (layout["rank"], layout["data_parallel_rank"], layout["provenance"]) == (0, 0, {"of": 0})
+
+
+def test_a_schedule_as_long_as_the_batch_is_still_a_schedule() -> None:
+    payload = build_payload([shard(0, [0, 1], num_microbatches=[1, 1])], rollout_id=0, writer_rank=0)
+    assert "num_microbatches" not in payload["samples"][0]
+    assert payload["dp_shards"][0]["num_microbatches"] == [1, 1]
+
+
+def test_an_empty_shard_keeps_its_place() -> None:
+    payload = build_payload([shard(0, []), shard(1, [0])], rollout_id=0, writer_rank=0)
+    assert positions(payload) == [0]
+    assert [layout["partition"] for layout in payload["dp_shards"]] == [[], [0]]
+
+
+def test_a_rollout_without_samples_gives_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert build_payload([shard(0, None, 0)], rollout_id=0, writer_rank=0)["samples"] == []
+    assert caplog.text == ""
+
+
+def test_whole_batch_fields_come_from_whichever_rank_has_them() -> None:
+    payload = build_payload([shard(0, [1]), shard(1, [0], raw_reward=[0.0, 1.0])], rollout_id=0, writer_rank=0)
+    assert payload["raw_reward"] == [0.0, 1.0]
+
+
+def test_the_payload_loads_with_weights_only() -> None:
+    file = io.BytesIO()
+    torch.save(build_payload([shard(0, [0], tokens=[torch.arange(2)])], rollout_id=0, writer_rank=0), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)["samples"][0]["tokens"].tolist() == [0, 1]
