@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-__all__ = ["arm_on_import", "boot", "disarm_waiting", "route", "waiting"]
+__all__ = ["arm_on_import", "boot", "disarm_waiting", "route", "waiting", "worker_process_setup_hook"]
 
 ROUTE_VARIABLE = "SLIME_INSTRUMENT_ROUTE"
+IMPORT_ROUTE = "import slime_instrument"
 _TOP = "slime"
 
 
@@ -41,7 +42,27 @@ class _SlimeWatch:
 def boot(how: str) -> None:
     """What the ``.pth``, the ``.start`` file and ``sitecustomize`` call. Arms if ``SLIME_INSTRUMENT`` says so."""
     if is_on():
-        _wait_or_arm(os.environ.get(ROUTE_VARIABLE, how))
+        _arm_as(how)
+
+
+def worker_process_setup_hook() -> None:
+    """For Ray's option of that name: arms each worker of a job, unless ``SLIME_INSTRUMENT=0``.
+
+    For nodes where the package can be imported and is not installed, so that no ``.pth`` is there. Never raises: a
+    hook that does kills the worker.
+    """
+    if is_on() is not False:
+        _arm_as("worker_process_setup_hook")
+
+
+def _arm_as(how: str) -> None:
+    how = os.environ.get(ROUTE_VARIABLE, how)
+    watch = _watch()
+    if watch is not None and watch.route == IMPORT_ROUTE:
+        # Calling this function imported the package, which waits by itself; what called is the true route.
+        watch.route = how
+    else:
+        _wait_or_arm(how)
 
 
 def arm_on_import() -> None:
@@ -49,20 +70,25 @@ def arm_on_import() -> None:
     switch = is_on()
     if switch is False or (switch is None and _under_pytest()):
         return
-    _wait_or_arm(os.environ.get(ROUTE_VARIABLE, "import slime_instrument"))
+    _wait_or_arm(os.environ.get(ROUTE_VARIABLE, IMPORT_ROUTE))
 
 
 def waiting() -> bool:
-    return any(isinstance(finder, _SlimeWatch) for finder in sys.meta_path)
+    return _watch() is not None
 
 
 def route() -> str | None:
     """How this process will be armed, while it waits for slime."""
-    return next((finder.route for finder in sys.meta_path if isinstance(finder, _SlimeWatch)), None)
+    watch = _watch()
+    return None if watch is None else watch.route
 
 
 def disarm_waiting() -> None:
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _SlimeWatch)]
+
+
+def _watch() -> _SlimeWatch | None:
+    return next((finder for finder in sys.meta_path if isinstance(finder, _SlimeWatch)), None)
 
 
 def _wait_or_arm(how: str) -> None:

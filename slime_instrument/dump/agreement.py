@@ -104,6 +104,16 @@ class Agreement:
         self._decide(GO)
         self._obey(True)
 
+    def spoil(self, reason: str) -> None:
+        """A sender that fails after "go": what it still sends is worth nothing. Known before its next byte is sent,
+        because a compare-and-set is answered."""
+        self._store.compare_set(f"{self._root}/spoilt", "", f"rank {self._rank}: {reason}")
+
+    def refuse_spoilt(self) -> None:
+        """The writer, once everything arrived. Raises NotAgreed when a sender failed meanwhile."""
+        if self._store.check([f"{self._root}/spoilt"]):
+            raise NotAgreed(self._store.get(f"{self._root}/spoilt").decode())
+
     def forget(self) -> None:
         """Remove this dump's keys; the writer does so once everything arrived. A store that cannot is left as it is."""
         for key in ["ready", "decision", *(f"sizes/{rank}" for rank in self._ranks if rank != self._rank)]:
@@ -123,12 +133,15 @@ class Agreement:
             raise NotAgreed(decision[len(SKIP) :])
 
     def _wait_for(self, condition: Callable[[], bool]) -> bool:
-        """Poll, so that the store stays free for the training's own threads; False after the bounded time."""
-        deadline, pause = self._clock() + self._timeout_s, 0.0005
+        """Poll, so that the store stays free for the training's own threads; False after the bounded time.
+
+        The pauses grow with the wait, so that what is waited for is noticed at most a tenth of the wait too late.
+        """
+        began = self._clock()
         while not condition():
-            if self._clock() >= deadline:
+            waited = self._clock() - began
+            if waited >= self._timeout_s:
                 return False
-            self._sleep(pause)
-            pause = min(pause * 1.5, 0.05)
+            self._sleep(min(max(waited / 10, 0.0003), 0.05))
         return True
 

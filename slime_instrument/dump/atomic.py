@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -21,7 +22,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> int:
 
     Whatever fails, ``path`` stays as it was and nothing is left beside it; OS errors become :class:`DumpError`.
     """
-    part = path.parent / f".{path.name}.slime_instrument-{socket.gethostname()}-{os.getpid()}.part"
+    # The name is cut, so that a long one plus our suffix stays a file name.
+    part = path.parent / f".{path.name[:40]}.slime_instrument-{socket.gethostname()}-{os.getpid()}.part"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -34,18 +36,18 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> int:
         os.replace(part, path)
         _flush_folder(path.parent)
     except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise DumpError(
             five_parts(
                 str(path),
                 expected="to write the train dump",
-                found=reason,
+                found=_reason(error),
                 follows="This rollout has no train dump; a file that was there before is untouched.",
                 next_step="Check space, quota and rights of the folder.",
             )
         ) from error
     finally:
-        part.unlink(missing_ok=True) if part.parent.is_dir() else None
+        with contextlib.suppress(OSError):  # also "not there": renamed, or never made
+            part.unlink()
     return size
 
 
@@ -56,15 +58,26 @@ def clean_leftovers(folder: Path) -> list[Path]:
         match = _LEFTOVER.match(part.name)
         if match is None or match["host"] != socket.gethostname() or _alive(int(match["pid"])):
             continue
-        part.unlink(missing_ok=True)
-        removed.append(part)
+        with contextlib.suppress(OSError):  # not ours to remove, or gone meanwhile: no reason to lose a dump
+            part.unlink()
+            removed.append(part)
     return removed
+
+
+def _reason(error: BaseException) -> str:
+    """What the system said. torch's writer covers it with an error of its own, raised while it closes the file."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # the latter: no process can have this id
         return False
     except PermissionError:
         pass

@@ -11,10 +11,10 @@ import torch
 from slime_instrument.capture import LOCAL_KEY, CaptureSession
 from slime_instrument.dump.agreement import Agreement, NotAgreed, default_store, not_armed
 from slime_instrument.dump.atomic import clean_leftovers, write_atomically
-from slime_instrument.dump.exchange import own_part, receive_all, send_own
+from slime_instrument.dump.exchange import own_shard, receive_all, send_own
 from slime_instrument.dump.payload import build_payload
 from slime_instrument.dump.provenance import describe
-from slime_instrument.dump.restore import restore
+from slime_instrument.dump.saving import save
 from slime_instrument.dump.shard import Contribution, contribute
 from slime_instrument.dump.template import dump_path, dump_template
 from slime_instrument.dump.topology import Topology, read_topology
@@ -40,6 +40,8 @@ def dump(
         return
     began = time.monotonic()
     settings = runtime.settings
+    if topology.is_writer:
+        runtime.background.flush()  # at most one file is pending
     cp_fields = tuple(dict.fromkeys((*CONTEXT_PARALLEL_FIELDS, *settings.cp_fields)))
     alone = len(topology.participants) == 1
     agreement = None if alone else _agreement(runtime, topology, rollout_id)
@@ -50,27 +52,35 @@ def dump(
             agreement.give_up(f"{type(error).__name__}: {error}")
         raise
     if agreement is None:
-        parts = [own_part(contribution)]
+        shards = own_shard(contribution, topology, cp_fields)
     else:
         transport = megatron_transport(settings.timeout_s)
         try:
             if not topology.is_writer:
                 send_own(contribution, topology, agreement, transport, settings.bucket_bytes)
                 return
-            parts = receive_all(contribution, topology, agreement, transport)
+            shards = receive_all(contribution, topology, agreement, transport, cp_fields)
         except NotAgreed as error:
             raise DumpError(f"the dump of rollout {rollout_id} was given up: {error}") from None
         except Exception as error:
             agreement.give_up(f"{type(error).__name__}: {error}")
             raise
-    shards = restore(parts, topology.context_parallel, cp_fields)
     payload = build_payload(shards, rollout_id=rollout_id, writer_rank=topology.rank)
     path = dump_path(dump_template(args), rollout_id, topology.rank)
     if runtime.dumps_written == 0:
         for leftover in clean_leftovers(path.parent):
             logger.info("slime_instrument: removed %s, left by a run that was killed", leftover)
-    size = write_atomically(path, lambda file: torch.save(payload, file))
-    runtime.wrote(rollout_id, path, size, time.monotonic() - began)
+
+    def write(blocked_s: float | None = None) -> None:
+        size = write_atomically(path, lambda file: save(payload, file))
+        runtime.wrote(rollout_id, path, size, time.monotonic() - began if blocked_s is None else blocked_s)
+
+    if settings.async_write:
+        blocked_s = time.monotonic() - began
+        runtime.background.submit(lambda: write(blocked_s), lost=f"Rollout {rollout_id} has no train dump.")
+    else:
+        write()
+    runtime.live.after_dump(args, rollout_id, payload, path)
 
 
 def _agreement(runtime: Runtime, topology: Topology, rollout_id: int) -> Agreement:
@@ -80,7 +90,7 @@ def _agreement(runtime: Runtime, topology: Topology, rollout_id: int) -> Agreeme
         raise DumpError(
             f"rank(s) {missing} train without instrumentation; a dump needs all of ranks {list(topology.participants)}"
         )
-    key = f"{rollout_id}/{runtime.attempt(rollout_id)}"
+    key = runtime.dump_key(rollout_id)
     return Agreement(store, key, topology.rank, topology.participants, runtime.settings.timeout_s)
 
 
@@ -95,8 +105,8 @@ def _contribution(
     """This rank's part. The trainer's own dict is left as it is."""
     if session is None:
         raise DumpError("no capture session is open: train_actor was not seen")
-    if runtime.failure_in_rollout is not None:
-        raise DumpError(f"a dump without a part would be wrong: {runtime.failure_in_rollout}")
+    if session.failure is not None:
+        raise DumpError(f"a dump without a part would be wrong: {session.failure}")
     data = {key: value for key, value in rollout_data.items() if key != LOCAL_KEY}
     qkv_format = getattr(args, "qkv_format", "thd")
     padded = data.get("max_seq_lens") if qkv_format == "bshd" else None

@@ -50,21 +50,32 @@ def make_plain(value: Any, tensor: Callable[[torch.Tensor], Any], report: Conver
         return {_key(key): make_plain(item, tensor, report) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         if all(type(item) in _PLAIN for item in value):  # long lists of numbers are the common case
-            return list(value) if kind is not tuple else value
+            return tuple(value) if isinstance(value, tuple) else list(value)
         items = [make_plain(item, tensor, report) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
-    if kind.__module__ == "numpy":
-        if hasattr(value, "shape") and getattr(value, "shape", ()) and value.dtype.kind in "biuf":
-            return tensor(torch.as_tensor(value))
-        return make_plain(value.tolist(), tensor, report)
+    if kind.__module__ == "numpy" and hasattr(value, "tolist"):
+        if getattr(value, "shape", None) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+            # A native copy: torch takes no negative strides and no foreign byte order, and warns of read-only memory.
+            return tensor(torch.as_tensor(value.astype(value.dtype.newbyteorder("="), order="C", copy=True)))
+        listed = value.tolist()
+        if type(listed) is not kind:
+            return make_plain(listed, tensor, report)
     if isinstance(value, enum.Enum):
         return make_plain(value.value, tensor, report)
     for base in (bool, int, float, str):
         if isinstance(value, base):
             return base(value)
     report.note(value)
-    return repr(value)
+    try:
+        return repr(value)
+    except Exception:
+        return f"<{kind.__module__}.{kind.__qualname__}>"
 
 
 def _key(key: Any) -> Any:
-    return key if type(key) in _PLAIN or isinstance(key, tuple) else str(key)
+    if type(key) in _PLAIN:
+        return key
+    if isinstance(key, tuple):
+        return tuple(_key(item) for item in key)
+    plain = key.value if isinstance(key, enum.Enum) else key.tolist() if type(key).__module__ == "numpy" else key
+    return plain if type(plain) in _PLAIN else str(key)

@@ -54,7 +54,7 @@ def describe(
 def _why_absent(session: CaptureSession | None, runtime: Runtime) -> str:
     if session is None:
         return "not computed by slime, and no capture session was open"
-    inactive = [f"{r.patch.name} is {r.state}: {r.reason}" for r in runtime.patcher if r.patch.group == "capture" and r.inert]
+    inactive = [f"{r.patch.name} is {r.state}: {r.reason}" for r in runtime.patcher if r.patch.group == "capture" and (r.inert or r.bypassed)]
     if inactive and not session.native_capture:
         return "not captured: " + "; ".join(inactive)
     return "the loss of this run computes no policy log-probs"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from slime_instrument.settings import Settings
 
 __all__ = ["Rotation", "is_due"]
+
+logger = logging.getLogger("slime_instrument")
 
 
 def is_due(settings: Settings, rollout_id: int) -> bool:
@@ -32,6 +35,10 @@ class Rotation:
             oldest = next(iter(self._written))
             old_path = self._written.pop(oldest)
             if old_path not in self._written.values():
-                old_path.unlink(missing_ok=True)
-                removed.append(old_path)
+                try:
+                    old_path.unlink()
+                except OSError as error:  # somebody else's doing; the new dump is written all the same
+                    logger.warning("slime_instrument: rotation could not remove %s: %s", old_path, error.strerror)
+                else:
+                    removed.append(old_path)
         return removed

@@ -83,8 +83,7 @@ def contribute(
         if values is None or not any(torch.is_tensor(value) for value in values):
             continue
         sharded[name] = _sharded(name, values, expected, responses)
-        for value in values:
-            packer.add(name, value)
+        packer.add_all(name, values)
     common, report = None, Converted()
     if cp_rank == 0:
         rest = {key: value for key, value in rollout_data.items() if key not in sharded and not _is_unset(key, value, cp_fields)}

@@ -18,7 +18,7 @@ _RANK_SUFFIX = "{rollout_id}_{rank}.pt"
 def dump_template(args: Any) -> str:
     """The path template: ``args.save_debug_train_data``, except that ``--dump-details`` of slime before #2266, which
     names one file per rank, becomes one file per rollout under the name that slime uses since."""
-    template = os.fspath(args.save_debug_train_data)
+    template = str(os.fspath(args.save_debug_train_data))
     details = getattr(args, "dump_details", None)
     if details is not None and template == f"{details}/train_data/{_RANK_SUFFIX}":
         return template[: -len(_RANK_SUFFIX)] + "{rollout_id}.pt"
@@ -36,12 +36,14 @@ def check_template(args: Any) -> str:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
         unknown = sorted({name for name in names if name not in _PLACEHOLDERS})
         first, second = (dump_path(template, rollout_id, 0) for rollout_id in (0, 1)) if not unknown else (None, None)
-    except (ValueError, IndexError) as error:
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise _refusal(template, f"a path template that can be filled in ({error})", repr(template)) from None
     if unknown:
-        raise _refusal(template, "only {rollout_id} and {rank} as placeholders", ", ".join("{%s}" % n for n in unknown))
+        found = ", ".join("{" + name + "}" for name in unknown)
+        raise _refusal(template, "only {rollout_id} and {rank} as placeholders", found)
     if first == second and _number_of_rollouts(args) != 1:
-        raise _refusal(template, "a different file for each rollout", "a path without {rollout_id}, for several rollouts")
+        found = "a path without {rollout_id}, for several rollouts"
+        raise _refusal(template, "a different file for each rollout", found)
     rollout_template = getattr(args, "save_debug_rollout_data", None)
     if rollout_template is not None and _same_file(rollout_template, template):
         raise _refusal(template, "another path than --save-debug-rollout-data", "the same path for both")
@@ -70,7 +72,7 @@ def _number_of_rollouts(args: Any) -> int | None:
 def _same_file(rollout_template: Any, template: str) -> bool:
     try:
         other = Path(os.fspath(rollout_template).format(rollout_id=0))
-        return os.path.abspath(other) == os.path.abspath(dump_path(template, 0, 0))
+        return os.path.realpath(other) == os.path.realpath(dump_path(template, 0, 0))
     except (KeyError, IndexError, ValueError, TypeError):
         return False  # slime's own concern; it fails there with slime's message
 

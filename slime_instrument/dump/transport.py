@@ -12,12 +12,15 @@ import torch.distributed as dist
 
 from slime_instrument.dump.topology import PARALLEL_STATE
 
-__all__ = ["Transport", "megatron_transport"]
+__all__ = ["Receiving", "Transport", "megatron_transport"]
 
 
 @dataclass
 class Transport:
-    """Sends and receives uint8 CPU tensors. ``device`` is where the backend wants them: NCCL takes no CPU tensor."""
+    """Sends and receives uint8 tensors. ``device`` is where the backend wants them: NCCL takes no CPU tensor.
+
+    ``group`` is asked for anew for each dump: slime destroys its groups between rollouts and builds others.
+    """
 
     group: Any
     device: torch.device
@@ -26,22 +29,42 @@ class Transport:
     bytes_sent: int = 0
 
     def send(self, data: torch.Tensor, to: int) -> None:
+        """Send ``data`` and wait until its memory may be used again."""
         self.messages += 1
         self.bytes_sent += data.numel()
         self._wait(dist.isend(data.to(self.device), to, group=self.group))
 
-    def receive(self, buffer: torch.Tensor, source: int) -> None:
+    def start_receiving(self, buffer: torch.Tensor, source: int) -> Receiving:
+        """Let the next message of ``source`` come into ``buffer``, a CPU tensor of exactly its size."""
         self.messages += 1
         landing = buffer if buffer.device == self.device else torch.empty_like(buffer, device=self.device)
-        self._wait(dist.irecv(landing, source, group=self.group))
-        if landing is not buffer:
-            buffer.copy_(landing)
+        return Receiving(self, buffer, landing, dist.irecv(landing, source, group=self.group))
+
+    def receive(self, buffer: torch.Tensor, source: int) -> None:
+        self.start_receiving(buffer, source).wait()
 
     def _wait(self, work: Any) -> None:
         if self.device.type == "cpu":
             work.wait(timedelta(seconds=self.timeout_s))
         else:
             work.wait()  # NCCL takes its bound from the group; a wait() here only orders the stream
+
+
+@dataclass(frozen=True)
+class Receiving:
+    """A message on its way."""
+
+    transport: Transport
+    buffer: torch.Tensor
+    landing: torch.Tensor
+    work: Any
+
+    def wait(self) -> torch.Tensor:
+        """The message, on the CPU."""
+        self.transport._wait(self.work)
+        if self.landing is not self.buffer:
+            self.buffer.copy_(self.landing)
+        return self.buffer
 
 
 def megatron_transport(timeout_s: float) -> Transport:

@@ -8,10 +8,20 @@ last position has none. A shard holds the front chunk's response indices, then t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["owned", "scatter_index", "shard_lengths"]
+__all__ = ["Run", "owned", "runs", "scatter_index", "shard_lengths"]
+
+
+class Run(NamedTuple):
+    """A contiguous stretch of a shard: from element ``source`` of the rank's concatenated shards to element
+    ``target`` of the concatenated full responses."""
+
+    source: int
+    target: int
+    length: int
 
 
 def owned(total: int, response: int, cp: int, rank: int, padded: int | None = None) -> tuple[range, range]:
@@ -44,26 +54,30 @@ def shard_lengths(
     ]
 
 
-def scatter_index(
+def runs(
     totals: Sequence[int], responses: Sequence[int], cp: int, rank: int, padded: Sequence[int] | None = None
-) -> torch.Tensor:
-    """Where each element of the rank's concatenated shards belongs in the concatenation of all full responses.
+) -> list[Run]:
+    """The rank's shard as contiguous runs, in shard order; at most two per sample, none of length 0.
 
-    Shape ``(sum of shard_lengths,)``, int64. One index serves every field of the batch.
+    One list serves every field of the batch.
     """
-    starts: list[int] = []
-    lengths: list[int] = []
-    offset = 0
+    found: list[Run] = []
+    source = offset = 0
     paddings = padded if padded is not None else [None] * len(totals)
     for total, response, pad in zip(totals, responses, paddings, strict=True):
         for piece in owned(total, response, cp, rank, pad):
             if len(piece):
-                starts.append(offset + piece.start)
-                lengths.append(len(piece))
+                found.append(Run(source, offset + piece.start, len(piece)))
+                source += len(piece)
         offset += response
-    if not starts:
-        return torch.empty(0, dtype=torch.int64)
-    length = torch.tensor(lengths, dtype=torch.int64)
-    # A piece's first output element is the sum of the pieces before it; the rest follows by counting.
-    shift = torch.tensor(starts, dtype=torch.int64) - (length.cumsum(0) - length)
-    return torch.arange(int(length.sum()), dtype=torch.int64) + shift.repeat_interleave(length)
+    return found
+
+
+def scatter_index(
+    totals: Sequence[int], responses: Sequence[int], cp: int, rank: int, padded: Sequence[int] | None = None
+) -> torch.Tensor:
+    """:func:`runs`, spelled out: where each element of the rank's concatenated shards belongs in the concatenation of
+    all full responses. Shape ``(sum of shard_lengths,)``, int64.
+    """
+    pieces = [torch.arange(run.target, run.target + run.length) for run in runs(totals, responses, cp, rank, padded)]
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
