@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections.abc import Callable
 
 from slime_instrument.errors import DumpError, SettingsError, TrainingPathError
@@ -66,9 +67,12 @@ class FailurePolicy:
             finally:
                 del error
         if first:
+            # As text: a log handler that keeps its records would keep every tensor of the traceback's frames, too.
+            trace = "" if isinstance(error, DumpError) else "\n" + "".join(traceback.format_exception(error)).rstrip()
             logger.error(
-                "slime_instrument: %s failed: %s. %s Training goes on. SLIME_INSTRUMENT_STRICT=1 makes this an error.",
-                where, reason[1], lost, exc_info=None if isinstance(error, DumpError) else error,
+                "slime_instrument: %s failed: %s. %s Training goes on. "
+                "SLIME_INSTRUMENT_STRICT=1 makes this an error.%s",
+                where, reason[1], lost, trace,
             )  # fmt: skip
         return often
 

@@ -45,10 +45,16 @@ def probe(patches: Iterable[Patch], root: Path) -> list[PatchStatus]:
     found = {patch.name: (patch, *_probe_one(patch, root)) for patch in patches}
     misfits = [patch for patch, _, state, _ in found.values() if state is State.INCOMPATIBLE and not patch.optional]
     broken = {patch.group: patch for patch in misfits}
-    for patch, _, _, _ in found.values():  # groups that need a broken group are broken too
-        for need in patch.needs:
-            if need in broken and not patch.optional:
-                broken.setdefault(patch.group, broken[need])
+    while True:  # groups that need a broken group are broken too, and so on
+        grown = {
+            patch.group: broken[need]
+            for patch, _, _, _ in found.values()
+            for need in patch.needs
+            if need in broken and patch.group not in broken
+        }
+        if not grown:
+            break
+        broken |= grown
     statuses = []
     for patch, target, state, reason in found.values():
         cause = next((broken[group] for group in (patch.group, *patch.needs) if group in broken), None)

@@ -36,8 +36,10 @@ def _whole_batch_lengths() -> list[int] | None:
 
 def _balanced(lengths: list[int], per_prompt: int, dp_rank: int, dp_size: int) -> list[int] | None:
     balance = getattr(sys.modules.get("slime.utils.data"), "get_seqlen_balanced_partitions", None)
-    if balance is None or len(lengths) % per_prompt:
+    if balance is None:
         return None
-    groups = [sum(lengths[start : start + per_prompt]) for start in range(0, len(lengths), per_prompt)]
+    # Samples beyond the last whole group are on no rank.
+    starts = range(0, len(lengths) - per_prompt + 1, per_prompt)
+    groups = [sum(lengths[start : start + per_prompt]) for start in starts]
     mine = balance(groups, dp_size, equal_size=True)[dp_rank]
     return [group * per_prompt + offset for group in mine for offset in range(per_prompt)]

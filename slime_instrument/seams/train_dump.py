@@ -26,7 +26,10 @@ def write(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     if current.due(rollout_id):
         from slime_instrument.dump.pipeline import dump
 
-        dump(current, args, rollout_id, rollout_data, current_session())
+        session = current_session()
+        if session is None:
+            current.training_begins(rollout_id)  # not seen here, but counted by the other ranks, which may be waiting
+        dump(current, args, rollout_id, rollout_data, session)
 
 
 PATCHES = (

@@ -99,7 +99,7 @@ def test_one_variable_in_the_runtime_env_of_ray_job_submit_is_enough(
     options = json.dumps({"out": str(tmp_path), "cp": 2, "submitted": True})
     done = installed.run(
         "-m", "ray.scripts.scripts", "job", "submit", f"--address={cluster}",
-        f"--runtime-env-json={json.dumps(runtime_env)}", "--", installed.python, HERE / "job.py", f"'{options}'",
+        f"--runtime-env-json={json.dumps(runtime_env)}", "--", installed.python, HERE / "job.py", options,
         **own_token,
     )  # fmt: skip
     answer = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"workers"')))
