@@ -23,11 +23,11 @@ $(VENV)/.torch:
 	touch $@
 
 $(VENV)/.lab: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install --quiet -e '.[analysis,lab]'
+	$(BIN)/python -m pip install --quiet -e '.[analysis,report,view,lab]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.lab
-	$(BIN)/python -m pip install --quiet -e '.[analysis,lab,dev]'
+	$(BIN)/python -m pip install --quiet -e '.[analysis,report,view,lab,dev]'
 	touch $@
 
 clean:

@@ -12,11 +12,13 @@ TYPE_CHECKING = False  # the typing module alone would double the cost of this i
 if TYPE_CHECKING:
     from typing import Any
 
+    from slime_instrument.analysis.compare import compare
     from slime_instrument.files.reader import read_rollout_dump, read_train_dump
     from slime_instrument.runtime import instrument, instrumented, status, uninstrument
 
 __all__ = [
     "__version__",
+    "compare",
     "instrument",
     "instrumented",
     "read_rollout_dump",
@@ -28,6 +30,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOME = {
+    "compare": "analysis.compare",
     "instrument": "runtime",
     "instrumented": "runtime",
     "status": "runtime",

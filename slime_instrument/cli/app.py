@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from slime_instrument.activation import boot, switch
-from slime_instrument.cli import check, demo, inspect, run, status, validate
+from slime_instrument.cli import check, compare, convert, demo, export, inspect, report, run, status, validate, view
 from slime_instrument.cli.output import CANNOT_LOOK
 
 __all__ = ["app", "main"]
@@ -40,7 +40,7 @@ def _root(
     pass
 
 
-for _module in (status, check, run, demo, inspect, validate):
+for _module in (status, check, run, demo, inspect, validate, compare, report, view, export, convert):
     _module.register(app)
 
 

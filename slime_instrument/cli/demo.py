@@ -10,11 +10,10 @@ import typer
 from slime_instrument.cli.output import Json, console, note, print_json, progress, reporting_errors
 
 _EPILOG = "Example: slime-instrument demo --out demo-out --tp 2 --pp 2 --cp 2"
-_NO_REPORT = "No report.html: this release has no report yet."
 
 
 def demo(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for rollout_data/ and train_data/.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for rollout_data/, train_data/ and report.html.")],
     slime: Annotated[
         Path | None,
         typer.Option(
@@ -39,7 +38,8 @@ def demo(
         source = slime if slime is not None else default_source()
         with progress("training") as say:
             result = train(out, slime=source, **_layout(tp, pp, cp, dp), rollouts=rollouts, progress=say)
-        note(_NO_REPORT)
+        if result.report is None:
+            note(result.report_note)
         if json:
             print_json(_document(result))
         else:
@@ -59,7 +59,8 @@ def _document(result: Any) -> dict[str, Any]:
         "layout": result.layout,
         "train_dumps": [str(path) for path in result.train_dumps],
         "rollout_dumps": [str(path) for path in result.rollout_dumps],
-        "report": None,
+        "report": None if result.report is None else str(result.report),
+        "verdict": result.report_note,
         "patches": list(result.patches),
         "agreement": result.agreement,
         "seconds": result.seconds["total"],
@@ -78,6 +79,8 @@ def _print(result: Any) -> None:
         out.print(escape(f"  {path}"))
     for name, value in result.agreement.items():
         out.print(escape(f"  {name.replace('_', ' ')}: {value}"))
+    if result.report is not None:
+        out.print(escape(f"Report: {result.report} ({result.report_note})"))
 
 
 def register(app: typer.Typer) -> None:

@@ -32,6 +32,10 @@ class DemoResult:
     """``n_samples``, ``n_tokens`` (trained ones, not masked), ``layout_max_abs_diff`` (log-probs of this layout
     against the single process, over all response tokens; ``layout_max_abs_diff_per_rollout`` in order) and
     ``rollout_mean_abs_diff`` (train against rollout log-probs, over the trained tokens)."""
+    report: Path | None
+    """The page about this run; None where there is none, and ``report_note`` says why."""
+    report_note: str
+    """The verdict of the report in a sentence, or why there is no report."""
 
 
 def demo(
@@ -58,6 +62,8 @@ def demo(
         )
         second = train(options, progress=lambda text: say(f"{name}: {text}"))
         agreement = _compare(first.train_dumps, second.train_dumps)
+        say("writing the report")
+        report, report_note = _report(out, second.rollout_dumps, second.train_dumps)
     return DemoResult(
         target=second.target,
         slime_version=second.slime_version,
@@ -71,7 +77,20 @@ def demo(
             "total": round(time.monotonic() - began, 2),
         },
         agreement=agreement,
+        report=report,
+        report_note=report_note,
     )
+
+
+def _report(out: Path, rollouts: Iterable[Path], trained: Iterable[Path]) -> tuple[Path | None, str]:
+    """The page about the dumps of this run (what an earlier run left in ``out`` is not in it), and its verdict."""
+    try:
+        from slime_instrument.report.build import write_report
+
+        written = write_report([*rollouts, *trained], out / "report.html")
+    except ImportError as error:
+        return None, f"No report.html: {error.name} is not installed (pip install 'slime-instrument[report]')."
+    return written.path, written.verdict.headline
 
 
 def _compare(single: Iterable[Path], parallel: Iterable[Path]) -> dict[str, Any]:

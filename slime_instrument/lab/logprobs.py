@@ -1,14 +1,25 @@
-"""Rollout log-probs that nearly agree with training: those of an earlier pass, rounded as an engine in bf16 would."""
+"""Rollout log-probs that nearly agree with training: those of an earlier pass as an engine would have returned them.
+
+An inference engine's kernels sum in another order and round to bf16. Rounding alone would be a finding of its own
+(``dtype-rounding``): one side exactly the other's, shortened.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_KERNEL_NOISE = 2.0**-8
+"""Standard deviation, relative to the log-prob: about one step of bf16."""
 
 
 def rollout_log_probs_from(train_dumps: Iterable[Path], path: Path) -> Path:
-    """Write ``{rollout_id: {position: [floats]}}``, rounded to bf16, from the v2 train dumps of an earlier pass.
+    """Write ``{rollout_id: {position: [floats]}}`` from the v2 train dumps of an earlier pass, with seeded kernel noise
+    and rounded to bf16.
 
     Positions are those in the rollout dump. They equal ``Sample.index`` in the default sample set, and unlike it stay
     unique when one rollout fans out into several samples.
@@ -22,7 +33,14 @@ def rollout_log_probs_from(train_dumps: Iterable[Path], path: Path) -> Path:
         for sample in payload["samples"]:
             position = sample.get("rollout_position")
             key = sample["sample_index"] if position is None else position
-            rollout[int(key)] = sample["log_probs"].float().bfloat16().float().tolist()
+            rollout[int(key)] = _as_an_engine(sample["log_probs"].float(), seed=int(key)).tolist()
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(known, path)
     return path
+
+
+def _as_an_engine(log_probs: torch.Tensor, seed: int) -> torch.Tensor:
+    import torch
+
+    noise = torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(seed))
+    return (log_probs * (1 + _KERNEL_NOISE * noise)).clamp(max=0).bfloat16().float()

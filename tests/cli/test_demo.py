@@ -28,6 +28,8 @@ def trained(stand_in: Any) -> list[dict[str, Any]]:
             patches=[PATCH],
             seconds={"total": 1.5},
             agreement={"layout_max_abs_diff": 1e-6},
+            report=out / "report.html",
+            report_note="No sign of a fault.",
         )
 
     stand_in("slime_instrument.lab", default_source=lambda: None)
@@ -42,9 +44,10 @@ def test_demo_prints_the_keys_that_checks_read(call: Any, trained: list[dict[str
     assert document["target"] == "miniature"
     assert document["train_dumps"] == ["o/train_data/0.pt"]
     assert document["rollout_dumps"] == ["o/rollout_data/0.pt"]
-    assert (document["report"], document["seconds"]) == (None, 1.5)
+    assert (document["report"], document["seconds"]) == ("o/report.html", 1.5)
+    assert document["verdict"] == "No sign of a fault."
     assert document["patches"] == [PATCH]
-    assert "report" in outcome.err
+    assert outcome.err == ""
 
 
 @pytest.mark.parametrize(

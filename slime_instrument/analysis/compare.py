@@ -1,0 +1,132 @@
+"""Compare what the engine sampled with what training computed: the record behind ``slime-instrument compare``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slime_instrument.analysis.evidence import Finding, View
+from slime_instrument.analysis.findings import diagnose
+from slime_instrument.analysis.join import Join, join
+from slime_instrument.analysis.metrics import measure
+from slime_instrument.analysis.metrics.samples import per_sample, worst_tokens
+from slime_instrument.analysis.metrics.weights import Limits
+from slime_instrument.analysis.table import TokenTable, tabulate
+from slime_instrument.files.reader import read_rollout_dump, read_train_dump
+from slime_instrument.files.records import RolloutDump, TrainDump
+from slime_instrument.files.schema import PROVENANCE
+
+__all__ = ["Comparison", "compare"]
+
+PathLike = str | os.PathLike[str]
+
+
+class Comparison(dict[str, Any]):
+    """One rollout dump against its train dump: what ``--json`` prints, as a dict of plain values without NaN.
+
+    Every key is an attribute too.
+
+    Attributes:
+        rollout_dump, train_dump: what was compared; old per-rank files as the v2 dump that they convert to.
+        joined: who belongs to whom.
+        table: the tokens of the joined samples.
+        diagnosis: the findings, with the tokens that each explains.
+    """
+
+    def __init__(
+        self,
+        record: dict[str, Any],
+        *,
+        rollout_dump: RolloutDump,
+        train_dump: TrainDump,
+        joined: Join,
+        table: TokenTable,
+        diagnosis: list[Finding],
+    ) -> None:
+        super().__init__(record)
+        self.rollout_dump, self.train_dump = rollout_dump, train_dump
+        self.joined, self.table, self.diagnosis = joined, table, diagnosis
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing was found. Thresholds are not part of this."""
+        return not self.diagnosis
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as an ordinary dict."""
+        return dict(self)
+
+
+def compare(
+    rollout: PathLike | RolloutDump,
+    train: PathLike | Sequence[PathLike] | TrainDump,
+    *,
+    allow_pickle: bool = False,
+    limits: Limits | None = None,
+) -> Comparison:
+    """Join a rollout dump to its train dump, measure the mismatch and name its cause.
+
+    Args:
+        rollout: a rollout dump, or its path.
+        train: a v2 train dump, its path, or the paths of the old per-rank files of one rollout.
+        allow_pickle: read rollout dumps with objects of arbitrary classes; this can run code from them.
+        limits: parameters of the corrections that are simulated.
+
+    Returns:
+        The comparison: a dict that is what ``slime-instrument compare --json`` prints.
+
+    Raises:
+        DumpFormatError: a file cannot be read, is of another kind, the rollout is an evaluation's, or per-rank files
+            do not tell their layout.
+        OSError: a file is missing or may not be read.
+    """
+    source = rollout if isinstance(rollout, RolloutDump) else read_rollout_dump(rollout, allow_pickle=allow_pickle)
+    trained = train if isinstance(train, TrainDump) else read_train_dump(train)
+    warnings: list[str] = []
+    if trained.kind == "train-rank":
+        from slime_instrument.files.convert import convert_dump
+
+        converted = convert_dump(trained, rollout=source)
+        trained, warnings = converted.dump, list(converted.warnings)
+    ids = (source.rollout_id, trained.rollout_id)
+    if None not in ids and ids[0] != ids[1]:
+        warnings.append(f"{source.path} is of rollout {ids[0]}, but {Path(trained.path)} of rollout {ids[1]}")
+    joined = join(source, trained)
+    table = tabulate(joined.pairs)
+    diagnosis = diagnose(View(source, trained, joined, table))
+    record = {
+        "rollout": str(source.path),
+        "train": [str(path) for path in trained.paths],
+        "rollout_id": trained.rollout_id,
+        "n_train": len(trained.samples),
+        "n_rollout": len(source.samples),
+        "n_joined": len(joined.pairs),
+        "n_tokens": len(table.delta),
+        "log_probs": _origin(trained),
+        **measure(table, trained.rollout_id, limits or Limits()),
+        "unmatched": [one.as_dict() for one in joined.unmatched],
+        "findings": [finding.as_dict() for finding in diagnosis],
+        "worst": worst_tokens(table),
+        "samples": per_sample(table),
+        "warnings": [*warnings, *table.problems],
+    }
+    return Comparison(record, rollout_dump=source, train_dump=trained, joined=joined, table=table, diagnosis=diagnosis)
+
+
+def _origin(train: TrainDump) -> dict[str, Any]:
+    """Where the train side's log-probs come from, as the file says it; None where it does not."""
+    for shard in train.dp_shards:
+        provenance = shard.get(PROVENANCE)
+        if isinstance(provenance, dict):
+            fields = provenance.get("fields")
+            origin = fields.get("log_probs") if isinstance(fields, dict) else None
+            return {"field": "log_probs", "origin": origin, "absent": provenance.get("log_probs")}
+    return {"field": "log_probs", "origin": None, "absent": None}
