@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from slime_instrument.activation.switch import OFF, ON, PREFIX
 from slime_instrument.errors import SettingsError, five_parts
-from slime_instrument.live.alert import Alerts, parse_alerts
+from slime_instrument.live.alert import NO_ALERTS, Alerts, parse_alerts
 
 __all__ = ["Pins", "Settings"]
 
@@ -39,7 +39,8 @@ class Settings:
 
     ``enabled`` is None while ``SLIME_INSTRUMENT`` is unset: then only an explicit import arms. ``bucket_bytes`` bounds
     the extra memory of gathering, in bytes. ``timeout_s`` bounds the wait for another rank, in seconds.
-    ``async_write``: training goes on while the file is being written. ``unknown`` lists variables with our prefix that
+    ``async_write``: training goes on while the file is being written. ``metrics``: mismatch metrics are logged after
+    each dump. ``alert``: thresholds on them that are worth a warning. ``unknown`` lists variables with our prefix that
     mean nothing here; they are reported, not refused, so that a newer setting does not stop an older install.
     """
 
@@ -53,7 +54,7 @@ class Settings:
     async_write: bool = False
     cp_fields: tuple[str, ...] = ()
     metrics: bool = False
-    alert: Alerts = Alerts()
+    alert: Alerts = NO_ALERTS
     unknown: tuple[str, ...] = ()
 
     @property

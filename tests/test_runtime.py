@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from slime_instrument import runtime
-from slime_instrument.activation import boot
+from slime_instrument import runtime, state
+from slime_instrument.activation import waiting
 from slime_instrument.capture import CaptureSession, enter, leave
 from slime_instrument.errors import SettingsError
 
@@ -219,10 +219,10 @@ def test_a_block_inside_an_armed_process_leaves_it_armed(clean: None) -> None:
 
 
 def test_uninstrument_takes_the_watch_for_slime_away(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "meta_path", [boot._SlimeWatch("a test"), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [waiting.SlimeWatch("a test", print), *sys.meta_path])
     assert runtime.status().route == "a test"
     runtime.uninstrument()
-    assert not boot.waiting()
+    assert not waiting.is_waiting()
 
 
 def test_a_failure_concerns_the_rollout_in_which_it_happened(clean: None) -> None:
@@ -248,7 +248,7 @@ def test_a_failure_of_something_optional_costs_no_dump(clean: None) -> None:
 
 def test_a_rank_that_steps_out_says_so_to_the_others(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
     store: Any = dist.HashStore()
-    monkeypatch.setattr(runtime, "default_store", lambda: store)
+    monkeypatch.setattr(state, "default_store", lambda: store)
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     runtime.instrument()
     current = runtime.current()

@@ -1,7 +1,6 @@
 """Arming before anything heavy is imported. Standard library only: the ``.pth`` calls this at interpreter start.
 
-Nothing of slime, torch or wrapt is loaded here. A finder waits on ``sys.meta_path`` for the first import of slime and
-arms just before it.
+Nothing of slime, torch or wrapt is loaded here: ``waiting`` arms just before the first import of slime.
 """
 
 from __future__ import annotations
@@ -9,34 +8,13 @@ from __future__ import annotations
 import os
 import sys
 
+from slime_instrument.activation import waiting
 from slime_instrument.activation.switch import is_on
 
-TYPE_CHECKING = False  # the typing module alone costs more than everything here
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
-
-__all__ = ["arm_on_import", "boot", "disarm_waiting", "route", "waiting", "worker_process_setup_hook"]
+__all__ = ["arm_on_import", "boot", "worker_process_setup_hook"]
 
 ROUTE_VARIABLE = "SLIME_INSTRUMENT_ROUTE"
 IMPORT_ROUTE = "import slime_instrument"
-_TOP = "slime"
-
-
-class _SlimeWatch:
-    """Finds nothing; the first question about slime arms this process."""
-
-    def __init__(self, route: str) -> None:
-        self.route = route
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname == _TOP or fullname.startswith(_TOP + "."):
-            disarm_waiting()
-            _arm(self.route)
-        return None
 
 
 def boot(how: str) -> None:
@@ -57,12 +35,12 @@ def worker_process_setup_hook() -> None:
 
 def _arm_as(how: str) -> None:
     how = os.environ.get(ROUTE_VARIABLE, how)
-    watch = _watch()
+    watch = waiting.watch()
     if watch is not None and watch.route == IMPORT_ROUTE:
         # Calling this function imported the package, which waits by itself; what called is the true route.
         watch.route = how
     else:
-        _wait_or_arm(how)
+        waiting.wait_or_arm(how, _arm)
 
 
 def arm_on_import() -> None:
@@ -70,34 +48,7 @@ def arm_on_import() -> None:
     switch = is_on()
     if switch is False or (switch is None and _under_pytest()):
         return
-    _wait_or_arm(os.environ.get(ROUTE_VARIABLE, IMPORT_ROUTE))
-
-
-def waiting() -> bool:
-    return _watch() is not None
-
-
-def route() -> str | None:
-    """How this process will be armed, while it waits for slime."""
-    watch = _watch()
-    return None if watch is None else watch.route
-
-
-def disarm_waiting() -> None:
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _SlimeWatch)]
-
-
-def _watch() -> _SlimeWatch | None:
-    return next((finder for finder in sys.meta_path if isinstance(finder, _SlimeWatch)), None)
-
-
-def _wait_or_arm(how: str) -> None:
-    if waiting():
-        return
-    if _TOP in sys.modules:
-        _arm(how)
-    else:
-        sys.meta_path.insert(0, _SlimeWatch(how))
+    waiting.wait_or_arm(os.environ.get(ROUTE_VARIABLE, IMPORT_ROUTE), _arm)
 
 
 def _arm(how: str) -> None:

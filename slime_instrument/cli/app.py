@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from slime_instrument.activation import boot, switch
+from slime_instrument.activation import switch, waiting
 from slime_instrument.cli import check, compare, convert, demo, export, inspect, report, run, status, validate, view
 from slime_instrument.cli.output import CANNOT_LOOK
 
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     if switch.is_on() is None:
         # Importing the package armed this process too. It will not train, and `status` tells of the environment.
-        boot.disarm_waiting()
+        waiting.cancel()
     try:
         app(args=arguments, prog_name="slime-instrument")
     except BrokenPipeError:

@@ -92,8 +92,10 @@ class Agreement:
         """The writer: wait until all others are ready; returns what they published. Raises NotAgreed."""
         others = [rank for rank in self._ranks if rank != self._rank]
         in_time = self._wait_for(
-            lambda: self._store.check([f"{self._root}/decision"])
-            or self._store.add(f"{self._root}/ready", 0) == len(others)
+            lambda: (
+                self._store.check([f"{self._root}/decision"])
+                or self._store.add(f"{self._root}/ready", 0) == len(others)
+            )
         )
         if not in_time or self._store.check([f"{self._root}/decision"]):
             self._obey(in_time)
@@ -144,4 +146,3 @@ class Agreement:
                 return False
             self._sleep(min(max(waited / 10, 0.0003), 0.05))
         return True
-

@@ -54,7 +54,7 @@ class Sink:
 
     def feed(self, bucket: torch.Tensor) -> None:
         """``bucket``: uint8 on the CPU. ValueError when it holds more than what was announced."""
-        data = memoryview(bucket.numpy())
+        data = _bytes_of(bucket)
         while len(data):
             if self._current == len(self._streams):
                 raise ValueError(f"{len(data)} bytes more than announced")
@@ -91,6 +91,7 @@ class DataRank:
         self._scaled: dict[tuple[int, int], tuple[list[Run], list[int]]] = {}
         self._streams: dict[int, dict[StreamKey, _Stream]] = {rank: {} for rank in manifests}
         self._whole: dict[str, torch.Tensor] = {}
+        self._restored: list[str] = []
         for key, buffer in self._common.buffers.items():
             self._streams[0][key] = _straight(buffer)
         for name in cp_fields:
@@ -102,11 +103,17 @@ class DataRank:
     def sink(self, context_rank: int) -> Sink:
         """Where that rank's bytes go. A field that this rank was not told to restore is dropped."""
         streams = self._streams[context_rank]
-        return Sink([streams.get(key) or _dropped(size * key[1].itemsize) for key, size in self._sizes[context_rank].items()])
+        return Sink(
+            [streams.get(key) or _dropped(size * key[1].itemsize) for key, size in self._sizes[context_rank].items()]
+        )
 
     def fields(self) -> dict[str, list[torch.Tensor]]:
-        """Every response-level field: one view per sample, shape ``(response, *tail)``."""
-        return {name: list(whole.split(self._responses)) for name, whole in self._whole.items()}
+        """Every response-level field: one view per sample, shape ``(response, *tail)``. Call it once all bytes are
+        there."""
+        for name in self._restored:
+            # slime's native dump sums zero-padded shards, and -0.0 + 0.0 is 0.0: PPO's kl comes out with other bits.
+            self._whole[name].add_(0.0)
+        return {name: list(torch.split(whole, self._responses)) for name, whole in self._whole.items()}
 
     def common(self, resolve: Callable[[Any, Flats], Any]) -> dict[str, Any]:
         """What all context-parallel ranks have alike, with ``resolve(value, flats)`` putting the tensors in."""
@@ -129,12 +136,14 @@ class DataRank:
             expected = sum(run.length for run in self._runs[rank]) if full is None else count
             if sum(held.lengths) != expected:
                 raise DumpError(
-                    f"{name} of context-parallel rank {rank} holds {sum(held.lengths)} values; rank 0's lengths make it "
-                    f"{expected}"
+                    f"{name} of context-parallel rank {rank} holds {sum(held.lengths)} values; rank 0's lengths make "
+                    f"it {expected}"
                 )
         if full is None and sum(run.length for part in self._runs.values() for run in part) < count:
             # A token that no rank owns has no value; 0.0 would be a log-prob.
             whole.fill_(float("nan")) if first.dtype.is_floating_point else whole.zero_()
+        if full is None and cp > 1 and first.dtype.is_floating_point:
+            self._restored.append(name)
         row = first.dtype.itemsize * int(torch.Size(first.tail).numel())
         for rank, held in holders.items():
             if full is None:
@@ -163,4 +172,5 @@ def _dropped(size: int) -> _Stream:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    buffer: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(buffer)

@@ -80,10 +80,10 @@ class BackgroundWriter:
             signal.signal(signal.SIGTERM, self._terminate)
 
     def _release_termination(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            # Bound methods are made anew at each access, so they are equal but not the same.
-            if signal.getsignal(signal.SIGTERM) == self._terminate:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        in_main = threading.current_thread() is threading.main_thread()
+        # Bound methods are made anew at each access, so they are equal but not the same.
+        if in_main and signal.getsignal(signal.SIGTERM) == self._terminate:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _terminate(self, number: int, _frame: FrameType | None) -> None:
         """Finish the file, then end as if nobody had handled the signal."""

@@ -96,7 +96,7 @@ class Packer:
             for run in _runs(tensors, limit // key[1].itemsize, _CACHED_BYTES // key[1].itemsize):
                 with torch.no_grad():
                     whole = torch.cat(run) if len(run) > 1 else run[0].detach().contiguous()
-                yield from whole.view(torch.uint8).split(limit)
+                yield from torch.split(whole.view(torch.uint8), limit)
 
 
 def _runs(tensors: Iterable[torch.Tensor], on_device: int, on_cpu: int) -> Iterator[list[torch.Tensor]]:
@@ -114,7 +114,7 @@ def _runs(tensors: Iterable[torch.Tensor], on_device: int, on_cpu: int) -> Itera
                 run = []
             room = max(1, on_cpu if flat.device.type == "cpu" else on_device)
             if count > room:
-                yield from ([piece] for piece in flat.split(room))
+                yield from ([piece] for piece in torch.split(flat, room))
                 continue
         run.append(flat)
         room -= count

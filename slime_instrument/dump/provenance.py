@@ -27,8 +27,9 @@ def describe(
 
     ``fields``: "rollout" came with the samples, "captured" is the training forward's own value, "recomputed" was
     computed before the training steps. ``positions``: "partition" is slime's own word, "reconstructed" was worked out
-    and proven (v0.2.0), "unknown" means that samples are ordered by their index. ``captured_optimizer_steps``: per local sample, the step within the rollout at
-    which it was captured. ``log_probs`` says in words why that field is absent, where it is.
+    and proven (v0.2.0), "unknown" means that samples are ordered by their index. ``captured_optimizer_steps``: per
+    local sample, the step within the rollout at which it was captured. ``log_probs`` says in words why that field is
+    absent, where it is.
     """
     present = [name for name in cp_fields if data.get(name) is not None]
     came_with_rollout = session.keys_at_start if session is not None else frozenset()
@@ -54,7 +55,11 @@ def describe(
 def _why_absent(session: CaptureSession | None, runtime: Runtime) -> str:
     if session is None:
         return "not computed by slime, and no capture session was open"
-    inactive = [f"{r.patch.name} is {r.state}: {r.reason}" for r in runtime.patcher if r.patch.group == "capture" and (r.inert or r.bypassed)]
+    inactive = [
+        f"{r.patch.name} is {r.state}: {r.reason}"
+        for r in runtime.patcher
+        if r.patch.group == "capture" and (r.inert or r.bypassed)
+    ]
     if inactive and not session.native_capture:
         return "not captured: " + "; ".join(inactive)
     return "the loss of this run computes no policy log-probs"

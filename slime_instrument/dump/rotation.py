@@ -23,18 +23,22 @@ class Rotation:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._written: dict[int, Path] = {}
+        self._as_written: dict[Path, tuple[int, int] | None] = {}
 
     def wrote(self, rollout_id: int, path: Path) -> list[Path]:
         """Note a new dump and remove those that are now too old; returns the removed paths."""
         self._written.pop(rollout_id, None)
         if rollout_id not in self._settings.pin:
             self._written[rollout_id] = path
+            self._as_written[path] = _identity(path)
         keep = self._settings.keep_last
         removed = []
         while keep is not None and len(self._written) > keep:
             oldest = next(iter(self._written))
             old_path = self._written.pop(oldest)
             if old_path not in self._written.values():
+                if self._as_written.pop(old_path) != _identity(old_path):
+                    continue  # gone, or replaced by somebody's own file
                 try:
                     old_path.unlink()
                 except OSError as error:  # somebody else's doing; the new dump is written all the same
@@ -42,3 +46,12 @@ class Rotation:
                 else:
                     removed.append(old_path)
         return removed
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file is at ``path``, and in which version; None where there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns

@@ -47,7 +47,7 @@ class Pickler(pickle.Pickler):
         key = untyped._cdata, value.dtype
         storage = self._storages.get(key)
         if storage is None:
-            storage = self._storages[key] = torch.storage.TypedStorage(
+            storage = self._storages[key] = torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
                 wrap_storage=untyped, dtype=value.dtype, _internal=True
             )
         place = storage, value.storage_offset(), tuple(value.shape), value.stride(), False, self._nothing

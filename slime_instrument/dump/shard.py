@@ -86,12 +86,16 @@ def contribute(
         packer.add_all(name, values)
     common, report = None, Converted()
     if cp_rank == 0:
-        rest = {key: value for key, value in rollout_data.items() if key not in sharded and not _is_unset(key, value, cp_fields)}
-        common = {key: make_plain(value, lambda t: packer.add(COMMON, t), report.at(key)) for key, value in rest.items()}
+        rest = {
+            key: value
+            for key, value in rollout_data.items()
+            if key not in sharded and not _is_unset(key, value, cp_fields)
+        }
+        common = {
+            key: make_plain(value, lambda t: packer.add(COMMON, t), report.at(key)) for key, value in rest.items()
+        }
     extra = {**(provenance or {}), **({"converted": report.as_dict()} if report else {})}
-    manifest = Manifest(
-        topology.rank, topology.data_rank, cp_rank, dict(packer.sizes), sharded, common, extra
-    )
+    manifest = Manifest(topology.rank, topology.data_rank, cp_rank, dict(packer.sizes), sharded, common, extra)
     return Contribution(manifest, packer)
 
 

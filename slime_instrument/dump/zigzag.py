@@ -1,6 +1,6 @@
 """The index algebra of zigzag context parallelism. Pure: lengths in, indices out.
 
-A sequence of ``total`` tokens is padded to ``2 * cp`` equal chunks; rank r owns chunks r and ``2 * cp - 1 - r``, so that
+A sequence of ``total`` tokens is padded to ``2 * cp`` equal chunks; rank r owns chunks r and ``2 * cp - 1 - r``: then
 causal attention is balanced. The log-prob of response index i stands at logits position ``prompt - 1 + i``, and the
 last position has none. A shard holds the front chunk's response indices, then the back chunk's.
 """

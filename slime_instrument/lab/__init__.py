@@ -7,7 +7,7 @@ the CPU in the place of CUDA changes torch for the whole process.
 from slime_instrument.lab.logprobs import rollout_log_probs_from
 from slime_instrument.lab.options import LabError, LabOptions, LabResult
 from slime_instrument.lab.sources import default_source, find_sources, source_version
-from slime_instrument.lab.training import train
+from slime_instrument.lab.training import train, train_all
 
 __all__ = [
     "LabError",
@@ -18,4 +18,5 @@ __all__ = [
     "rollout_log_probs_from",
     "source_version",
     "train",
+    "train_all",
 ]

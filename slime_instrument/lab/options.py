@@ -57,7 +57,9 @@ class LabOptions:
     environment: Mapping[str, str] = field(default_factory=dict)
     save_weights: bool = False
     samples: str = "default"
-    """``default`` or ``edge``: see ``lab.samples``."""
+    """``default``, ``edge``, or ``edge:KIND,KIND``: see ``lab.samples``."""
+    extras: tuple[str, ...] = ()
+    """What samples carry beyond tokens and log-probs, by the names in ``lab.extras``."""
     timeout: float = 240.0
 
     def __post_init__(self) -> None:
@@ -65,6 +67,7 @@ class LabOptions:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, Path(value).absolute())
+        object.__setattr__(self, "extras", tuple(self.extras))
         for name in ("tp", "pp", "cp", "dp", "rollouts", "steps"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:

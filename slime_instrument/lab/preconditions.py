@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import random
 from typing import Any
 
 from slime_instrument.errors import five_parts
 from slime_instrument.lab.arguments import DEFAULTS
+from slime_instrument.lab.extras import EXTRAS
 from slime_instrument.lab.options import LabError, LabOptions
-from slime_instrument.lab.samples import SETS, sample_shapes
+from slime_instrument.lab.samples import batch_size, edge_kinds
 from slime_instrument.lab.sources import is_source
 
 _FOLLOWS = "Nothing was trained."
@@ -26,8 +26,10 @@ def check(options: LabOptions) -> None:
         )
     if options.core is None and importlib.util.find_spec("megatron") is None:
         raise _refused("lab", "megatron-core", "no such package", "Install it: pip install 'slime-instrument[lab]'.")
-    if options.samples not in SETS:
-        raise _refused("lab samples", f"one of {', '.join(SETS)}", repr(options.samples), "Choose one of these.")
+    edge_kinds(options.samples)
+    for name in options.extras:
+        if name not in EXTRAS:
+            raise _refused("lab extras", f"names among {', '.join(EXTRAS)}", repr(name), "Choose among these.")
     _check_sizes(options)
 
 
@@ -39,17 +41,13 @@ def _check_sizes(options: LabOptions) -> None:
     ):
         if of % size:
             raise _refused(f"lab layout {name}={size}", f"a divisor of the model's {of} {what}", str(size), _fewer(of))
-    shapes = sample_shapes(
-        options.samples, random.Random(0), values["rollout_batch_size"] * values["n_samples_per_prompt"]
-    )
-    if len({shape.rollout for shape in shapes}) % options.steps:
+    count = values["rollout_batch_size"] * values["n_samples_per_prompt"]
+    rollouts = batch_size(options.samples, count, in_rollouts=True)
+    if rollouts % options.steps:
         raise _refused(
-            f"lab steps={options.steps}",
-            f"a divisor of the {len({shape.rollout for shape in shapes})} rollouts",
-            str(options.steps),
-            "Use 1 or 2.",
+            f"lab steps={options.steps}", f"a divisor of the {rollouts} rollouts", str(options.steps), "Use 1 or 2."
         )
-    per_step = len(shapes) // options.steps
+    per_step = batch_size(options.samples, count, in_rollouts=False) // options.steps
     share = options.dp * values["micro_batch_size"]
     if not values["use_dynamic_batch_size"] and per_step % share:
         raise _refused(

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from megatron.core import mpu
 
+from slime_instrument.lab import extras, releases, weights
 from slime_instrument.lab import samples as sample_sets
-from slime_instrument.lab import weights
 from slime_instrument.lab.arguments import VOCABULARY, make_args
 from slime_instrument.lab.options import LabOptions
 from slime_instrument.lab.target import load_file
@@ -55,6 +55,7 @@ def _train(options: LabOptions, actor_module: Any, rank: int, port: int, answers
     for name, stub in (("AutoConfig", Namespace(vocab_size=VOCABULARY)), ("AutoTokenizer", None)):
         if hasattr(actor_module, name):
             getattr(actor_module, name).from_pretrained = staticmethod(lambda *_, _stub=stub, **__: _stub)
+    extras.prepare(actor_module, options.extras)
     if options.rank_hook:
         file, _, function = options.rank_hook.rpartition(":")
         getattr(load_file(Path(file), "lab_rank_hook"), function)(rank, actor_module, args)
@@ -79,10 +80,20 @@ def _train(options: LabOptions, actor_module: Any, rank: int, port: int, answers
     )
     ready = time.monotonic()
     for rollout_id in range(options.rollouts):
-        samples = sample_sets.make_samples(args, options.samples, rollout_id, known and known[rollout_id])
+        samples = sample_sets.make_samples(
+            args,
+            options.samples,
+            rollout_id,
+            known and known[rollout_id],
+            extra=options.extras,
+            # Releases that count a batch in samples cut the rollout before they dump it.
+            keep_dropped=releases.batches_count_rollouts(),
+        )
         if rank == 0:
             sample_sets.save_rollout_dump(args, samples, rollout_id)
-        actor.train(rollout_id, sample_sets.split_for_training(args, parallel, samples, rollout_id))
+        boxes = sample_sets.split_for_training(args, parallel, samples, rollout_id)
+        dp_rank = mpu.get_data_parallel_rank(with_context_parallel=False)
+        actor.train(rollout_id, boxes, **extras.external_data(actor, boxes, options.extras, dp_rank))
         if reports:
             answers.send(("progress", f"rollout {rollout_id + 1} of {options.rollouts} trained"))
     trained = time.monotonic()
@@ -128,7 +139,10 @@ def _arguments(options: LabOptions) -> Namespace:
     if options.samples != "default":
         # Pass rates want whole groups of samples, which fan-out does not give them.
         args.log_passrate = False
-    args.global_batch_size = sample_sets.rollouts_in(options.samples, count) // options.steps
+        in_samples = sample_sets.batch_size(options.samples, count, in_rollouts=False)
+        args.rollout_batch_size = in_samples // args.n_samples_per_prompt
+    in_rollouts = releases.batches_count_rollouts()
+    args.global_batch_size = sample_sets.batch_size(options.samples, count, in_rollouts=in_rollouts) // options.steps
     return args
 
 

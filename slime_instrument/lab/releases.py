@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import sys
 from typing import Any
@@ -43,6 +44,19 @@ def before_import() -> None:
             return False
 
     accelerator.set_accelerator(CPUAccelerator())
+
+
+def batches_count_rollouts() -> bool:
+    """Whether ``global_batch_size`` counts rollouts, however many samples each has (since v0.3.0), or samples."""
+    return importlib.util.find_spec("slime.utils.dp_schedule") is not None
+
+
+def ships_one_box() -> bool:
+    """Whether all ranks get one box and cut their part out of it (v0.2.0)."""
+    from slime.ray.rollout import RolloutManager
+
+    metadata = getattr(RolloutManager, "__ray_metadata__", None)
+    return not hasattr(metadata.modified_class if metadata else RolloutManager, "_split_train_data_by_dp")
 
 
 def after_import() -> None:

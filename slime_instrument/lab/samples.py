@@ -1,7 +1,9 @@
 """Synthetic rollout samples, built from the target's own ``Sample``; the same on every layout.
 
-``default`` has one sample of 5 to 30 tokens per rollout. ``edge`` has those that break careless code: see
-:func:`_edge_shapes`.
+``default`` has one sample of 5 to 30 tokens per rollout; ``long`` has responses of which each of two context-parallel
+ranks owns a part; ``uneven`` one sample more than the ranks divide. ``edge`` has those that break careless code, by the
+names in :data:`EDGE_KINDS`; ``edge:fan-out,masked`` only these, filled up with plain ones. ``no-prompt`` must be named:
+slime cannot train it in a single process.
 """
 
 from __future__ import annotations
@@ -14,69 +16,123 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_instrument.errors import five_parts
+from slime_instrument.lab import extras
 from slime_instrument.lab.arguments import VOCABULARY
+from slime_instrument.lab.options import LabError
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the model does not decide about one sample."""
+    """What the model does not decide about one sample. ``kind`` is "" for a plain one."""
 
     prompt: int
     response: int
     index: int | None
     rollout: int | None
-    masked: bool = False
-    """Whether every token is masked out of the loss."""
+    kind: str = ""
 
 
-SETS = ("default", "edge")
+#: The sample kinds of the edge set, and what each is.
+EDGE_KINDS = {
+    "zero-response": "a response of no token",
+    "one-token": "a response of one token",
+    "other-rank": "a response wholly on another context-parallel rank",
+    "masked": "every token masked out of the loss",
+    "removed": "remove_sample, so that slime masks it",
+    "fan-out": "several training samples of one rollout, with one index, not side by side",
+    "no-index": "neither index nor rollout id",
+    "no-prompt": "a response without a prompt",
+    "dropped": "in the rollout dump, but not trained: a rollout too many for the batch",
+}
+
+# In the order of the rollout. Sixteen samples of ten rollouts, eight of them in the first five: two steps and four
+# data-parallel ranks divide them. Behind them the one that is dropped.
+_EDGE = (
+    Shape(6, 0, 0, 0, "zero-response"),
+    Shape(5, 1, 1, 1, "one-token"),
+    Shape(29, 2, 2, 2, "other-rank"),
+    Shape(7, 12, 3, 3, "masked"),
+    Shape(9, 5, 4, 4, "removed"),
+    Shape(4, 9, 0, 0, "fan-out"),
+    Shape(8, 5, 0, 0, "fan-out"),
+    Shape(10, 6, 1, 1, "fan-out"),
+    Shape(3, 17, None, None, "no-index"),
+    Shape(21, 3, 5, 5),
+    Shape(12, 8, 6, 6),
+    Shape(1, 7, 7, 7),
+    Shape(2, 11, 8, 8),
+    Shape(0, 4, 10, 10, "no-prompt"),
+    Shape(3, 14, 5, 5, "fan-out"),
+    Shape(11, 2, 6, 6, "fan-out"),
+    Shape(6, 13, 7, 7, "fan-out"),
+    Shape(5, 6, 9, 9, "dropped"),
+)
 
 
-def sample_shapes(kind: str, rng: random.Random, count: int) -> list[Shape]:
-    if kind == "default":
-        return [Shape(rng.randint(3, 9), rng.randint(2, 21), index, index) for index in range(count)]
-    return _edge_shapes()
+_PLAIN_SETS = ("default", "long", "uneven")
 
 
-def _edge_shapes() -> list[Shape]:
-    """Twelve samples of eight rollouts, eight of them in the first four: two steps and four ranks divide them.
-
-    Responses of none and of one token; behind a prompt so long that a context-parallel rank owns none of them; masked
-    throughout; a prompt of one token; two rollouts that fan out into three samples, not side by side; one sample
-    without index.
-    """
-    return [
-        Shape(prompt=6, response=0, index=0, rollout=0),
-        Shape(prompt=5, response=1, index=1, rollout=1),
-        Shape(prompt=29, response=2, index=2, rollout=2),
-        Shape(prompt=7, response=12, index=3, rollout=3, masked=True),
-        Shape(prompt=4, response=9, index=0, rollout=0),
-        Shape(prompt=8, response=5, index=0, rollout=0),
-        Shape(prompt=10, response=6, index=1, rollout=1),
-        Shape(prompt=3, response=14, index=1, rollout=1),
-        Shape(prompt=3, response=17, index=None, rollout=None),
-        Shape(prompt=21, response=3, index=5, rollout=5),
-        Shape(prompt=12, response=8, index=6, rollout=6),
-        Shape(prompt=1, response=7, index=7, rollout=7),
-    ]
+def edge_kinds(name: str) -> frozenset[str] | None:
+    """The kinds that the set ``name`` has; None for a set of plain samples. LabError for a name that means nothing."""
+    if name in _PLAIN_SETS:
+        return None
+    head, _, listed = name.partition(":")
+    kinds = frozenset(filter(None, listed.split(","))) or frozenset(EDGE_KINDS) - {"no-prompt"}
+    if head != "edge" or kinds - set(EDGE_KINDS):
+        raise LabError(
+            five_parts(
+                "lab samples",
+                expected=f"{', '.join(_PLAIN_SETS)}, edge, or edge: and kinds among {', '.join(EDGE_KINDS)}",
+                found=repr(name),
+                follows="Nothing was trained.",
+                next_step="Choose one of these.",
+            )
+        )
+    return kinds
 
 
-def rollouts_in(kind: str, count: int) -> int:
-    """How many rollouts the set has: slime counts its batches in them, not in samples."""
-    shapes = sample_shapes(kind, random.Random(0), count)
+def sample_shapes(name: str, rng: random.Random, count: int) -> list[Shape]:
+    """The set's samples in order. ``count`` is how many the default set has."""
+    kinds = edge_kinds(name)
+    if kinds is None:
+        least = 13 if name == "long" else 2
+        shapes = [Shape(rng.randint(3, 9), rng.randint(least, 21), index, index) for index in range(count)]
+        # One rollout fans out, so that the number of rollouts still divides.
+        return [*shapes, Shape(5, 7, count - 1, count - 1)] if name == "uneven" else shapes
+    kept = [shape for shape in _EDGE if not shape.kind or shape.kind in kinds]
+    trained = [shape for shape in kept if shape.kind != "dropped"]
+    fill = [Shape(4 + number, 6 + number, 90 + number, 90 + number) for number in range(-len(trained) % 4)]
+    return [*trained, *fill, *(shape for shape in kept if shape.kind == "dropped")]
+
+
+def batch_size(name: str, count: int, *, in_rollouts: bool) -> int:
+    """What one step over all that is trained counts: rollouts since v0.3.0, samples before."""
+    shapes = [shape for shape in sample_shapes(name, random.Random(0), count) if shape.kind != "dropped"]
+    if not in_rollouts:
+        return count if name == "uneven" else len(shapes)
     named = {shape.rollout for shape in shapes if shape.rollout is not None}
     return len(named) + sum(shape.rollout is None for shape in shapes)
 
 
 def make_samples(
-    args: Namespace, kind: str, rollout_id: int, known: Mapping[int, Sequence[float]] | None = None
+    args: Namespace,
+    name: str,
+    rollout_id: int,
+    known: Mapping[int, Sequence[float]] | None = None,
+    *,
+    extra: Sequence[str] = (),
+    keep_dropped: bool = True,
 ) -> list[Any]:
-    """The samples of one rollout. ``known``: log-probs by position from an earlier run; without it they are noise."""
+    """The samples of one rollout. ``known``: log-probs by position from an earlier run; without it they are noise.
+
+    ``keep_dropped``: whether those are among them that slime itself will drop.
+    """
     from slime.utils.types import Sample
 
     rng = random.Random(rollout_id)
     samples = []
-    for position, shape in enumerate(sample_shapes(kind, rng, args.rollout_batch_size * args.n_samples_per_prompt)):
+    for position, shape in enumerate(sample_shapes(name, rng, args.rollout_batch_size * args.n_samples_per_prompt)):
         sample = Sample(
             index=shape.index,
             prompt="x",
@@ -86,11 +142,14 @@ def make_samples(
             status=Sample.Status.COMPLETED,
         )
         noise = [-rng.random() * 4 for _ in range(shape.response)]
-        sample.rollout_log_probs = noise if known is None else list(known[position])
-        sample.loss_mask = [int(rng.random() < 0.9) * (not shape.masked) for _ in range(shape.response)]
+        sample.rollout_log_probs = noise if known is None else list(known.get(position, noise))
+        sample.loss_mask = [int(rng.random() < 0.9) * (shape.kind != "masked") for _ in range(shape.response)]
+        sample.remove_sample = shape.kind == "removed"
         sample.rollout_id = shape.rollout
         sample.group_index = position // args.n_samples_per_prompt
-        samples.append(sample)
+        extras.add_to(sample, args, position, extra)
+        if keep_dropped or shape.kind != "dropped":
+            samples.append(sample)
     return samples
 
 

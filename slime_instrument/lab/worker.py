@@ -1,4 +1,4 @@
-"""The fresh interpreter of one lab run: imports slime once, forks the ranks, and reports on the given descriptor."""
+"""The fresh interpreter of lab runs: imports slime once, forks each run's ranks, reports on the given descriptor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AFTERMATH_S = 3.0
 
 def main() -> int:
     channel = os.fdopen(int(sys.argv[1]), "w", buffering=1)
-    options = LabOptions.from_json(sys.stdin.read())
+    runs = [LabOptions.from_json(text) for text in json.loads(sys.stdin.read())]
 
     def say(event: str, **values: Any) -> None:
         channel.write(json.dumps({"event": event, **values}, default=str) + "\n")
@@ -31,16 +31,36 @@ def main() -> int:
     try:
         from slime_instrument.lab import target
 
-        say("progress", text=f"importing {target.describe(options)}")
-        actor_module = target.prepare(options)
+        say("progress", text=f"importing {target.describe(runs[0])}")
+        actor_module = target.prepare(runs[0])
     except BaseException:
-        say("failed", text="slime could not be imported", tracebacks={-1: traceback.format_exc()})
+        for _ in runs:
+            say("failed", text="slime could not be imported", tracebacks={-1: traceback.format_exc()})
         return 1
     imported = time.monotonic() - began
+    for number, options in enumerate(runs):
+        if number:
+            _log_into(options)
+            began, imported = time.monotonic(), 0.0
+        _run(options, actor_module, say, began, imported)
+    return 0
+
+
+def _log_into(options: LabOptions) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(options.out / "lab.log", "wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+
+def _run(options: LabOptions, actor_module: Any, say: Any, began: float, imported: float) -> None:
+    from slime_instrument.lab import target
+
     outcome = _run_ranks(options, actor_module, say)
     if outcome["tracebacks"]:
         say("failed", **outcome)
-        return 1
+        return
     results: dict[int, dict[str, Any]] = outcome["results"]
     last_stage = next(result for result in results.values() if result["reports"])
     say(
@@ -56,7 +76,6 @@ def main() -> int:
             "total": round(time.monotonic() - began, 2),
         },
     )
-    return 0
 
 
 def _run_ranks(options: LabOptions, actor_module: Any, say: Any) -> dict[str, Any]:

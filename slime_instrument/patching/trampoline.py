@@ -127,8 +127,11 @@ def _counted(record: Record, failures_before: int, result: Any) -> Any:
 
 def _ask(record: Record, call: Call) -> Advice | None:
     assert record.patch.before is not None
-    advice: Advice | None = _guarded(record, functools.partial(record.patch.before, call), None)
-    return advice
+    try:  # as _guarded does, without the cost of a closure in every call
+        return record.patch.before(call)
+    except Exception as error:
+        record.failed(error)
+        return None
 
 
 def _guarded(record: Record, step: Callable[[], Any], otherwise: Any, *, may_raise: bool = True) -> Any:

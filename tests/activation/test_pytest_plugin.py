@@ -42,6 +42,7 @@ def test_without_asking_nothing_is_armed_and_nothing_of_ours_is_loaded(session: 
             assert sorted(name for name in sys.modules if name.startswith("slime_instrument")) == [
                 "slime_instrument", "slime_instrument.activation", "slime_instrument.activation.boot",
                 "slime_instrument.activation.pytest_plugin", "slime_instrument.activation.switch",
+                "slime_instrument.activation.waiting",
             ]
             assert not {"torch", "wrapt"} & set(sys.modules)
         """
@@ -238,4 +239,5 @@ def test_the_plugin_module_imports_nothing_of_ours_but_the_package(installed: An
         "slime_instrument.activation.boot",
         "slime_instrument.activation.pytest_plugin",
         "slime_instrument.activation.switch",
+        "slime_instrument.activation.waiting",
     ]

@@ -25,6 +25,7 @@ def dump_once(runtime: Runtime, rank: int, folder: Path, rollout_id: int) -> Non
     args = SimpleNamespace(save_debug_train_data=str(folder / "{rollout_id}.pt"), qkv_format="thd")
     runtime.training_begins(rollout_id)
     runtime.announce()
+    dist.barrier()  # in the place of a training step, in which all ranks take part
     dump(runtime, args, rollout_id, data, CaptureSession(rollout_id, data))
 
 

@@ -199,7 +199,9 @@ def test_sigterm_of_a_handler_that_exits_as_rays_does_waits_too(tmp_path: Path) 
 def test_a_forked_child_that_ends_finishes_its_own_file(tmp_path: Path) -> None:
     _, file = run_process(tmp_path, "pass")
     file.unlink()
-    child = "multiprocessing.get_context('fork').Process(target=lambda: (BackgroundWriter(print).submit(slow, ''), None))"
+    child = (
+        "multiprocessing.get_context('fork').Process(target=lambda: (BackgroundWriter(print).submit(slow, ''), None))"
+    )
     done, file = run_process(tmp_path, f"writer.flush(); os.unlink({str(file)!r}); p = {child}; p.start(); p.join()")
     assert done.returncode == 0
     assert file.read_bytes() == b"whole"

@@ -1,4 +1,4 @@
-"""What packing does on a device: counted on torch's meta device, where every operation is seen and none is carried out."""
+"""What packing does on a device: counted on torch's meta device, where each operation is seen and none is done."""
 
 from __future__ import annotations
 
@@ -14,7 +14,18 @@ from slime_instrument.dump.packing import Packer
 
 META = torch.device("meta")
 # Views and bookkeeping: no kernel is started for them.
-VIEWS = {"detach", "view", "split", "slice", "alias", "_reshape_alias", "unsafe_split", "split_with_sizes", "empty", "narrow"}
+VIEWS = {
+    "detach",
+    "view",
+    "split",
+    "slice",
+    "alias",
+    "_reshape_alias",
+    "unsafe_split",
+    "split_with_sizes",
+    "empty",
+    "narrow",
+}
 
 
 class Operations(TorchDispatchMode):

@@ -67,6 +67,14 @@ def test_a_dump_that_somebody_removed_already_is_no_error_and_not_reported(tmp_p
     assert rotation.wrote(1, tmp_path / "1.pt") == []
 
 
+def test_a_file_that_somebody_put_in_the_place_of_a_dump_stays(tmp_path: Path) -> None:
+    rotation = Rotation(Settings(keep_last=1))
+    write(tmp_path, rotation, 0)
+    (tmp_path / "mine").write_text("a copy of my own")
+    (tmp_path / "mine").replace(tmp_path / "0.pt")
+    assert write(tmp_path, rotation, 1) == ["0.pt", "1.pt"]
+
+
 def test_a_dump_that_cannot_be_removed_costs_nothing_but_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -30,7 +30,13 @@ def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
 
 
 def test_shapes_strides_and_empty_tensors_come_back() -> None:
-    tensors = [torch.arange(12).view(3, 4).t(), torch.arange(10)[2:9:3], torch.empty(0), torch.empty(0, 4), torch.tensor(2.5)]
+    tensors = [
+        torch.arange(12).view(3, 4).t(),
+        torch.arange(10)[2:9:3],
+        torch.empty(0),
+        torch.empty(0, 4),
+        torch.tensor(2.5),
+    ]
     for one, other in zip(saved(tensors), tensors, strict=True):
         assert one.shape == other.shape
         assert torch.equal(one, other)

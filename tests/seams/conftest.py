@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from slime_instrument import runtime
-from slime_instrument.activation import boot
+from slime_instrument.activation import waiting
 
 from .fake_slime import PLAIN, FakeSlime, Form
 
@@ -67,7 +67,7 @@ def slime(
 
     yield make
     runtime.uninstrument()
-    boot.disarm_waiting()
+    waiting.cancel()
     for name in FakeSlime.modules():
         sys.modules.pop(name)
     importlib.invalidate_caches()

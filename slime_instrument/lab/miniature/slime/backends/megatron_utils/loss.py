@@ -41,6 +41,9 @@ def get_log_probs_and_entropy(
     taken = []
     start = 0
     for tokens, total, response in zip(unconcat_tokens, total_lengths, response_lengths, strict=True):
+        if total == response > 0 and mpu.get_context_parallel_world_size() == 1:
+            # As in slime, which only gets by where ranks cut the sequence: there nobody looks for the first token.
+            raise RuntimeError("a response without a prompt has no logits for its first token")
         slots, places = response_slots(total, response)
         targets[start + slots] = tokens[total - response + places]
         taken.append(start + slots)

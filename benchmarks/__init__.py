@@ -1,0 +1,1 @@
+"""What the instrumentation costs, measured: ``python -m benchmarks.dump_cost`` and others, one command each."""

@@ -1,0 +1,304 @@
+"""The places where a fault is planted, each by its name, and how to plant it in a rank.
+
+Four kinds. ``seam/<patch>/<step>``: a step of a patch raises, before or after its target. ``dump/<what>``: a function
+of the dump raises. ``slime/<target>/<when>``: slime's own function raises, which must pass through us untouched.
+``peer/<what>``: a rank sleeps or is killed in the middle of the dump, and the others must not wait for it for long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import inspect
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ALL", "SLEEP_S", "InjectedFault", "Site", "SlimeFault", "Trigger", "planted"]
+
+
+SLEEP_S = 8.0
+"""How long a late rank sleeps."""
+
+
+class InjectedFault(RuntimeError):
+    """Raised inside a piece of ours."""
+
+
+class SlimeFault(RuntimeError):
+    """Raised inside slime's own code."""
+
+
+class Trigger:
+    """Decides when a planted fault fires: while ``active``, at the ``nth`` call of a rollout (None: at every call)."""
+
+    def __init__(self, site: Site, nth: int | None) -> None:
+        self.site, self.nth = site, nth
+        self.active = False
+        self.calls = self.fired = 0
+
+    def begin(self, active: bool) -> None:
+        self.active, self.calls, self.fired = active, 0, 0
+
+    def pull(self) -> None:
+        if not self.active:
+            return
+        number, self.calls = self.calls, self.calls + 1
+        if self.nth is None or number == self.nth:
+            self.fired += 1
+            if self.site.action == "sleep":
+                time.sleep(SLEEP_S)
+                return
+            if self.site.action == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            kind = SlimeFault if self.site.kind == "slime" else InjectedFault
+            raise kind(f"planted at {self.site.name}")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place. ``phase``: ``load``, ``train`` (collectives of the training may be pending) or ``dump``.
+
+    ``loses``: whether the rollout's dump is lost when it fires on a rank that takes part in the dump.
+    ``per_batch``: called once for each micro-batch. ``who`` reaches it: ``all`` ranks, those of the ``last-stage``,
+    those with a ``part`` in the dump, its ``writer``, or the others with a part (``sender``).
+    """
+
+    name: str
+    phase: str
+    loses: bool = True
+    per_batch: bool = False
+    where: tuple[str, str] = ("", "")
+    before: bool = True
+    who: str = "all"
+    nth: int | None = None
+    action: str = "raise"
+    provenance: bool = False
+    """The dump is written, and only its provenance lacks something."""
+
+    @property
+    def kind(self) -> str:
+        return self.name.split("/")[0]
+
+
+def _seams() -> Iterator[Site]:
+    yield Site("seam/data-loader/before", "load")
+    yield Site("seam/data-loader/after", "load")
+    yield Site("seam/data-loader/cleanup", "load")
+    yield Site("seam/train-actor/before", "train")
+    yield Site("seam/train-actor/cleanup", "dump", loses=False)
+    yield Site("seam/rollout-metrics/before", "train")
+    yield Site("seam/rollout-metrics/cleanup", "train")
+    yield Site("seam/optimizer-step/before", "train", loses=False, provenance=True)
+    yield Site("seam/micro-batches/before", "train", per_batch=True)
+    yield Site("seam/micro-batches/idle", "train", per_batch=True)
+    yield Site("seam/policy-loss/before", "train", per_batch=True, who="last-stage")
+    yield Site("seam/policy-loss/cleanup", "train", per_batch=True, who="last-stage")
+    yield Site("seam/log-probs/before", "train", per_batch=True, who="last-stage")
+    yield Site("seam/log-probs/after", "train", per_batch=True, who="last-stage")
+    yield Site("seam/train-dump/before", "dump")
+    yield Site("seam/train-dump/instead", "dump")
+
+
+def _dump() -> Iterator[Site]:
+    for name, module, function, who in (
+        ("topology", "slime_instrument.dump.topology", "read_topology", "all"),
+        ("presence", "slime_instrument.dump.agreement", "not_armed", "part"),
+        ("ready", "slime_instrument.dump.agreement", "Agreement.ready", "sender"),
+        ("sizes", "slime_instrument.dump.agreement", "Agreement.gather_sizes", "writer"),
+        ("go", "slime_instrument.dump.agreement", "Agreement.go", "writer"),
+        ("transport", "slime_instrument.dump.transport", "megatron_transport", "part"),
+        ("collect", "slime_instrument.capture", "CaptureSession.collected", "part"),
+        ("describe", "slime_instrument.dump.provenance", "describe", "part"),
+        ("contribute", "slime_instrument.dump.shard", "contribute", "part"),
+        ("gather-pack", "slime_instrument.dump.packing", "Packer.buckets", "sender"),
+        ("gather-send", "slime_instrument.dump.packing", "Packer.buckets", "sender"),
+        ("gather-feed", "slime_instrument.dump.assembly", "Sink.feed", "writer"),
+        ("plan", "slime_instrument.dump.restore", "Restorer.__init__", "writer"),
+        ("restore", "slime_instrument.dump.restore", "Restorer.shards", "writer"),
+        ("build", "slime_instrument.dump.payload", "build_payload", "writer"),
+        ("write", "slime_instrument.dump.atomic", "write_atomically", "writer"),
+        ("flush", "os", "fsync", "writer"),
+        ("rename", "os", "replace", "writer"),
+        ("rotate", "slime_instrument.dump.rotation", "Rotation.wrote", "writer"),
+    ):
+        nth = 1 if name == "gather-send" else None  # the first bucket is on its way
+        yield Site(f"dump/{name}", "dump", loses=name != "rotate", where=(module, function), who=who, nth=nth)
+
+
+def _slime() -> Iterator[Site]:
+    megatron = "slime.backends.megatron_utils"
+    for name, module, function, phase, per_batch in (
+        ("load", "slime.utils.data", "process_rollout_data", "load", False),
+        ("train-actor", f"{megatron}.actor", "MegatronTrainRayActor.train_actor", "train", False),
+        ("metrics", f"{megatron}.data", "log_rollout_data", "train", False),
+        ("optimizer-step", f"{megatron}.model", "train_one_step", "train", False),
+        ("micro-batch", f"{megatron}.data", "DataIterator.get_next", "train", True),
+        ("loss", f"{megatron}.loss", "policy_loss_function", "train", True),
+    ):
+        for before in (True, False):
+            suffix = "before" if before else "after"
+            who = "last-stage" if name == "loss" else "all"
+            # What the trainer returns is returned after the dump.
+            loses = (name, before) != ("train-actor", False)
+            yield Site(f"slime/{name}/{suffix}", phase, loses, per_batch, (module, function), before, who)
+
+
+def _peers() -> Iterator[Site]:
+    for name, module, function, who, nth in (
+        ("before-agreeing", "slime_instrument.dump.shard", "contribute", "part", None),
+        ("before-sending", "slime_instrument.dump.packing", "Packer.buckets", "sender", 0),
+        ("while-sending", "slime_instrument.dump.packing", "Packer.buckets", "sender", 1),
+        ("while-receiving", "slime_instrument.dump.assembly", "Sink.feed", "writer", 1),
+        ("while-writing", "slime_instrument.dump.atomic", "write_atomically", "writer", None),
+        ("before-renaming", "os", "replace", "writer", None),
+    ):
+        yield Site(f"peer/killed-{name}", "dump", where=(module, function), who=who, nth=nth, action="kill")
+    where = ("slime_instrument.dump.shard", "contribute")
+    yield Site("peer/late", "dump", where=where, who="part", action="sleep")
+
+
+ALL: dict[str, Site] = {site.name: site for site in (*_seams(), *_dump(), *_slime(), *_peers())}
+
+
+@contextlib.contextmanager
+def planted(trigger: Trigger) -> Iterator[None]:
+    """Arm this process afresh with the fault in its place, and leave it unarmed and as it was.
+
+    A fault of slime's own is planted before arming, so that it stands below our wrapper, as slime's code does.
+    """
+    import slime_instrument
+    from slime_instrument import runtime
+
+    site = trigger.site
+    slime_instrument.uninstrument()
+    with contextlib.ExitStack() as undo:
+        if site.kind == "slime":
+            undo.enter_context(_replaced(*site.where, lambda original: _around(original, trigger, before=site.before)))
+        _as_in_a_new_job(undo)
+        slime_instrument.instrument("the fault matrix")
+        undo.callback(slime_instrument.uninstrument)
+        if site.kind == "seam":
+            _, patch, step = site.name.split("/")
+            record = runtime.current().patcher.records[patch]
+            record.patch = _with_fault(record.patch, step, trigger.pull)
+        elif site.where == ("slime_instrument.dump.atomic", "write_atomically"):
+            undo.enter_context(_replaced(*site.where, lambda original: _torn_write(original, trigger)))
+        elif site.kind in ("dump", "peer"):
+            undo.enter_context(_replaced(*site.where, lambda original: _around(original, trigger, before=True)))
+        yield
+
+
+_jobs = 0
+
+
+def _as_in_a_new_job(undo: contextlib.ExitStack) -> None:
+    """Give the ranks an empty part of the store: the same rollouts come again in every scenario."""
+    global _jobs
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    from slime_instrument.dump import agreement
+
+    _jobs += 1
+    store = PrefixStore(f"fault-matrix-{_jobs}", agreement.default_store())
+    undo.enter_context(_replaced(agreement.__name__, "default_store", lambda _original: lambda: store))
+
+
+def _with_fault(patch: Any, step: str, pull: Callable[[], None]) -> Any:
+    """The declaration with one step that may raise. ``after`` and ``cleanup`` raise in place of the real step, except
+    cleanups of which the first instruction cannot fail: those raise once they have run."""
+    if step == "idle":
+        real_idle = patch.idle
+
+        def idle() -> bool:
+            pull()
+            return bool(real_idle())
+
+        # Only calls inside a session count, so that micro-batches are numbered alike on all ranks.
+        return dataclasses.replace(patch, idle=lambda: real_idle() or idle())
+    real = patch.before
+
+    def before(call: Any) -> Any:
+        if step == "before":
+            pull()
+        advice = real(call)
+        held = getattr(advice, step, None) if step != "before" else None
+        if held is None:
+            return advice
+
+        def failing(*given: Any) -> Any:
+            if step == "cleanup" and patch.name in ("train-actor", "data-loader"):
+                held(*given)
+                return pull()
+            pull()
+            return held(*given)
+
+        return dataclasses.replace(advice, **{step: failing})
+
+    return dataclasses.replace(patch, before=before)
+
+
+def _around(original: Any, trigger: Trigger, *, before: bool) -> Any:
+    if inspect.isgeneratorfunction(original):
+
+        @functools.wraps(original)
+        def stream(*args: Any, **kwargs: Any) -> Any:
+            for item in original(*args, **kwargs):
+                trigger.pull()
+                yield item
+
+        return stream
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if before:
+            trigger.pull()
+        result = original(*args, **kwargs)
+        if not before:
+            trigger.pull()
+        return result
+
+    return function
+
+
+def _torn_write(original: Any, trigger: Trigger) -> Any:
+    """Fails when half of the file is written."""
+
+    @functools.wraps(original)
+    def write_atomically(path: Any, write: Any) -> Any:
+        def torn(file: Any) -> None:
+            if trigger.active:
+                file.write(b"half a file")
+            trigger.pull()
+            write(file)
+
+        return original(path, torn)
+
+    return write_atomically
+
+
+@contextlib.contextmanager
+def _replaced(module_name: str, path: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Put ``make(original)`` in its place and wherever else a module has bound it; afterwards put everything back."""
+    from slime_instrument.patching.aliases import repoint
+
+    owner: Any = importlib.import_module(module_name)
+    *parents, attribute = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original = vars(owner)[attribute]
+    replacement = make(original)
+    setattr(owner, attribute, replacement)
+    if not parents:
+        repoint(original, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, original)
+        if not parents:
+            repoint(replacement, original)
