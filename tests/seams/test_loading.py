@@ -172,7 +172,7 @@ def test_v020_a_cut_that_the_lengths_do_not_prove_is_not_claimed(slime: Any, arg
     assert runtime.current().positions_from == "unknown"
 
 
-@pytest.mark.parametrize("missing", ["timer", "balance function", "a whole number of groups"])
+@pytest.mark.parametrize("missing", ["timer", "balance function", "lengths that agree"])
 def test_v020_what_cannot_be_known_is_not_claimed(
     slime: Any, args: Any, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
@@ -190,7 +190,7 @@ def test_v020_what_cannot_be_known_is_not_claimed(
         monkeypatch.setattr(loader, "Timer", lambda: SimpleNamespace())
     else:
         args.n_samples_per_prompt = 2
-        monkeypatch.setattr("slime_instrument.seams.positions_v020._whole_batch_lengths", lambda: [3, 5, 4])
+        monkeypatch.setattr("slime_instrument.seams.positions_v020._whole_batch_lengths", lambda: [3, 6, 4])
     found = loader.process_rollout_data(args, whole([3, 5, 4, 6]), 0, 2)
     assert "partition" not in found
     assert runtime.status()["data-loader"].failures == 0
