@@ -18,7 +18,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytest_plugins = ["pytester"]
 
 FAKE_SLIME = {
     "slime/__init__.py": "",

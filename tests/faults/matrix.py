@@ -104,6 +104,11 @@ def _reference_of(answer: dict[str, Any], layout: Layout) -> dict[str, Any]:
     return answer
 
 
+def _captures_itself(slime: Path | None) -> bool:
+    loss = slime / "slime/backends/megatron_utils/loss.py" if slime else None
+    return loss is not None and "def enable_log_prob_capture" in loss.read_text()
+
+
 def table(rows: Iterable[tuple[str, list[Result], float]]) -> str:
     """A Markdown table: one row per target and layout."""
     lines = [
@@ -138,7 +143,7 @@ def main() -> int:
     for layout in layouts:
         scenarios = [
             scenario
-            for scenario in everything(layout)
+            for scenario in everything(layout, native_capture=_captures_itself(chosen.slime))
             if fnmatch.fnmatch(scenario.site, chosen.site)
             and (chosen.mode == "both" or scenario.strict == (chosen.mode == "strict"))
         ][part - 1 :: of]

@@ -82,6 +82,11 @@ class Site:
     """The dump is written, and only its provenance lacks something."""
 
     @property
+    def captures(self) -> bool:
+        ours = ("seam/policy-loss", "seam/log-probs", "seam/micro-batches", "dump/collect")
+        return self.name.startswith(ours)
+
+    @property
     def kind(self) -> str:
         return self.name.split("/")[0]
 

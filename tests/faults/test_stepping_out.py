@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
 import weakref
@@ -26,7 +27,7 @@ from slime_instrument.errors import DumpError
 from slime_instrument.patching.declaration import Advice, Patch, Target
 from slime_instrument.patching.failures import FailurePolicy
 from slime_instrument.patching.patcher import Patcher
-from slime_instrument.runtime import Runtime
+from slime_instrument.state import Runtime
 
 RANK = 3
 
@@ -154,6 +155,14 @@ def test_a_target_that_is_held_back_is_not_called_when_the_patch_cannot_say_what
 def test_a_held_target_is_called_where_the_patch_leaves_the_call_alone(target: Make) -> None:
     module = target(declared(lambda _call: None, hold=True), False)
     assert module.work(1) == 1
+
+
+def test_where_a_call_left_alone_would_do_harm_a_second_way_is_asked(target: Make) -> None:
+    def fail(_call: Any) -> Advice | None:
+        raise ValueError("no")
+
+    rescued = dataclasses.replace(declared(fail, hold=False), rescue=lambda call: Advice(call.replaced("thing", 2)))
+    assert target(rescued, False).work(1) == 2
 
 
 @pytest.mark.parametrize("kind", [ValueError, DumpError])
