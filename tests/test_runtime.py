@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -285,3 +286,16 @@ def test_the_first_dump_is_told_with_what_it_cost_and_the_others_are_not(
         runtime.current().wrote(rollout_id, tmp_path / f"{rollout_id}.pt", 2_500_000, 0.5)
     (line,) = [record.getMessage() for record in caplog.records if "wrote" in record.getMessage()]
     assert f"wrote {tmp_path / '0.pt'}, 2.5 MB in 0.50 s" in line
+
+
+def test_status_asks_nothing_of_objects_that_warn_when_asked(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Touchy:
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(f"asked for {name}")
+
+    module = ModuleType("touchy")
+    vars(module)["stand_in"] = Touchy()
+    monkeypatch.setitem(sys.modules, "touchy", module)
+    monkeypatch.setitem(sys.modules, "torch._dynamo", ModuleType("torch._dynamo"))
+    runtime.instrument()
+    assert runtime.status().armed

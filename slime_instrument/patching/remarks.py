@@ -53,10 +53,11 @@ def _compiled_functions() -> Iterator[FunctionType]:
         if not isinstance(module, ModuleType):
             continue
         for value in list(vars(module).values()):
-            inside = list(vars(value).values()) if isinstance(value, type) else [value]
+            # By type(), not isinstance(): that would ask for __class__, and deprecated stand-ins warn when asked.
+            inside = list(vars(value).values()) if issubclass(type(value), type) else [value]
             for candidate in inside:
-                original = vars(candidate).get(_COMPILED) if isinstance(candidate, FunctionType) else None
-                if isinstance(original, FunctionType):
+                original = vars(candidate).get(_COMPILED) if type(candidate) is FunctionType else None
+                if type(original) is FunctionType:
                     yield original
 
 
