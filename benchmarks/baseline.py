@@ -23,7 +23,6 @@ import torch.distributed.nn.functional as dist_nn
 
 import slime_instrument
 from benchmarks.timing import Stopwatch
-from slime_instrument.activation.boot import disarm_waiting
 from slime_instrument.dump.payload import build_payload
 from slime_instrument.dump.restore import Shard
 from slime_instrument.dump.topology import PARALLEL_STATE
@@ -58,7 +57,6 @@ def _slime() -> ModuleType | None:
     if checkout is None:
         return None
     # What is measured against must not be instrumented itself.
-    disarm_waiting()
     slime_instrument.uninstrument()
     sys.path.insert(0, str(checkout))
     previous = logging.root.manager.disable

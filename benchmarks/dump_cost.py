@@ -12,7 +12,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,9 +120,14 @@ def measure(case: Case, repeats: int = 7, *, own_rendering: bool = False) -> Out
 
 
 def _on_rank(case: Case, rank: int, repeats: int, slime: baseline.Baseline, folder: Path) -> dict[str, list[Turn]]:
-    data = rollout_data(case, rank)
     runtime = Runtime("benchmark")
     runtime.announce()
+    dist.barrier()
+    # One small dump each way first: connections are made and modules loaded once in a job, not once in a dump.
+    small = rollout_data(replace(case, samples=1, response=8), rank)
+    _ours(runtime, small, str(folder / "first.pt"))
+    slime.dump(small, str(folder / "first.pt"))
+    data = rollout_data(case, rank)
     ways = {
         "ours": lambda: _ours(runtime, data, str(folder / "ours.pt")),
         "slime": lambda: slime.dump(data, str(folder / "slime.pt")),

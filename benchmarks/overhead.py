@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import slime_instrument
 from benchmarks import fake_slime
 from benchmarks.timing import Figure, machine
-from slime_instrument.activation.boot import disarm_waiting
 from slime_instrument.capture import CaptureSession, enter, leave
 
 __all__ = ["measure"]
@@ -32,7 +31,7 @@ _LOSS = "slime.backends.megatron_utils.loss"
 def measure(samples: int, tokens: int, vocabulary: int, repeats: int = 15) -> dict[str, Any]:
     """Keys: ``off``, ``armed`` (seconds per call), ``capture`` (seconds and operations per micro-batch), ``loss_s``."""
     torch.set_num_threads(1)
-    disarm_waiting()
+    slime_instrument.uninstrument()  # importing the package armed it
     modules = fake_slime.install()
     calls = _calls(modules)
     originals = {name: call.target() for name, call in calls.items()}

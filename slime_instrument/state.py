@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slime_instrument.capture import LOCAL_KEY, POSITION_KEY, current_session
+from slime_instrument.capture import current_session
 from slime_instrument.dump.agreement import Agreement, announce, default_store, withdraw
 from slime_instrument.dump.background import BackgroundWriter
 from slime_instrument.dump.rotation import Rotation, is_due
@@ -48,7 +48,6 @@ class Runtime:
         self.background = BackgroundWriter(FailurePolicy(strict=lambda: self.settings.strict).report)
         self.live = LiveMetrics(self.settings)
         self.dumps_written = 0
-        self.positions_added = False  # whether slime's loader leaves them out, and ours put them in
         self.positions_from = "unknown"  # how the data loader came by the positions of the samples
         # Kept over re-arming: the store still holds the decisions of dumps that were given up.
         self._attempts: dict[int, int] = earlier._attempts if earlier is not None else {}
@@ -82,20 +81,12 @@ class Runtime:
             text = f"{where} failed: {type(error).__name__}: {error}"
             if session is not None:
                 session.failure = session.failure or text
-                self._take_back_keys(session.rollout_data)
             elif patch.group == _LOADING:
                 self._failure = self._failure or text
             if session is not None and patch.hold:
                 self._give_up(session.rollout_id, text)
             if for_good:
                 self.step_out()
-
-    def _take_back_keys(self, rollout_data: dict[str, Any]) -> None:
-        """The dump is lost, so nothing of ours has to stay in slime's dict. Left in on one rank only, a key that
-        slime's metrics average on every rank would make them fail."""
-        rollout_data.pop(LOCAL_KEY, None)
-        if self.positions_added:
-            rollout_data.pop(POSITION_KEY, None)
 
     def _give_up(self, rollout_id: int, reason: str) -> None:
         """Tell the others not to wait for this rank in this dump, unless it has no part in it."""

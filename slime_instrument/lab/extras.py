@@ -12,7 +12,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from slime_instrument.lab import releases
 from slime_instrument.lab.arguments import VOCABULARY
 
 #: Name -> what it is.
@@ -48,6 +47,8 @@ def add_to(sample: Any, args: Namespace, position: int, names: Sequence[str]) ->
         sample.rollout_top_p_token_ids = [token for ids in kept for token in ids]
         sample.rollout_top_p_token_offsets = offsets
     if "routed-experts" in names:
+        from slime_instrument.lab import releases
+
         # v0.2.0 replays one row per token; later releases, and what engines return, have none for the last one.
         lacking = 0 if "routing-replay" in names and releases.ships_one_box() else 1
         chosen = [

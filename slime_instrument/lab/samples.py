@@ -12,7 +12,7 @@ import inspect
 import random
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,14 @@ EDGE_KINDS = {
     "dropped": "in the rollout dump, but not trained: a rollout too many for the batch",
 }
 
-# In the order of the rollout. Sixteen samples of ten rollouts, eight of them in the first five: two steps and four
-# data-parallel ranks divide them. Behind them the one that is dropped.
+# In the order of the rollout. Sixteen samples of eight rollouts, eight of them in the first four: two steps and four
+# data-parallel ranks divide them. Behind them the two that are named only, or dropped.
 _EDGE = (
     Shape(6, 0, 0, 0, "zero-response"),
     Shape(5, 1, 1, 1, "one-token"),
     Shape(29, 2, 2, 2, "other-rank"),
     Shape(7, 12, 3, 3, "masked"),
-    Shape(9, 5, 4, 4, "removed"),
+    Shape(9, 5, 3, 3, "removed"),
     Shape(4, 9, 0, 0, "fan-out"),
     Shape(8, 5, 0, 0, "fan-out"),
     Shape(10, 6, 1, 1, "fan-out"),
@@ -61,11 +61,11 @@ _EDGE = (
     Shape(21, 3, 5, 5),
     Shape(12, 8, 6, 6),
     Shape(1, 7, 7, 7),
-    Shape(2, 11, 8, 8),
-    Shape(0, 4, 10, 10, "no-prompt"),
+    Shape(2, 11, 7, 7, "fan-out"),
     Shape(3, 14, 5, 5, "fan-out"),
     Shape(11, 2, 6, 6, "fan-out"),
     Shape(6, 13, 7, 7, "fan-out"),
+    Shape(0, 4, 8, 8, "no-prompt"),
     Shape(5, 6, 9, 9, "dropped"),
 )
 
@@ -101,9 +101,18 @@ def sample_shapes(name: str, rng: random.Random, count: int) -> list[Shape]:
         # One rollout fans out, so that the number of rollouts still divides.
         return [*shapes, Shape(5, 7, count - 1, count - 1)] if name == "uneven" else shapes
     kept = [shape for shape in _EDGE if not shape.kind or shape.kind in kinds]
+    if "fan-out" not in kinds:
+        kept = [shape if shape.rollout is None else replace(shape, index=n, rollout=n) for n, shape in enumerate(kept)]
     trained = [shape for shape in kept if shape.kind != "dropped"]
-    fill = [Shape(4 + number, 6 + number, 90 + number, 90 + number) for number in range(-len(trained) % 4)]
-    return [*trained, *fill, *(shape for shape in kept if shape.kind == "dropped")]
+    return [*trained, *_filling(trained), *(shape for shape in kept if shape.kind == "dropped")]
+
+
+def _filling(trained: list[Shape]) -> list[Shape]:
+    """Plain samples that make four divide the number of rollouts, then of samples: ranks and steps must."""
+    rollouts = len({shape.rollout for shape in trained})  # at most one sample has none
+    alone = [Shape(4 + number, 6 + number, 90 + number, 90 + number) for number in range(-rollouts % 4)]
+    together = [Shape(5, 3 + number, 7, 7) for number in range(-(len(trained) + len(alone)) % 4)]
+    return [*alone, *together]
 
 
 def batch_size(name: str, count: int, *, in_rollouts: bool) -> int:

@@ -187,4 +187,4 @@ def _by_numbers(path: Path) -> tuple[list[int], str]:
 
 
 def _tail(path: Path) -> str:
-    return path.read_text(errors="replace")[-4000:]
+    return path.read_text(errors="replace")[-4000:] if path.is_file() else "it left no log"

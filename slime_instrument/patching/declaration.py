@@ -109,6 +109,8 @@ class Patch:
     optional: bool = False
     lost: str = "What it adds is lost for this call."
     """What a failure of this patch costs, for the log."""
+    rescue: Callable[[Call], Advice | None] | None = None
+    """Asked when ``before`` failed, where a call left alone would do harm."""
     hold: bool = False
     """Once this patch has failed for good, its target stays uncalled, instead of running as if we were not there."""
     unneeded: Callable[[Any], str | None] = field(default=lambda _module: None)

@@ -131,7 +131,8 @@ def _ask(record: Record, call: Call) -> Advice | None:
         return record.patch.before(call)
     except Exception as error:
         record.failed(error)
-        return None
+    rescue = record.patch.rescue
+    return None if rescue is None else _guarded(record, lambda: rescue(call), None)
 
 
 def _guarded(record: Record, step: Callable[[], Any], otherwise: Any, *, may_raise: bool = True) -> Any:

@@ -47,12 +47,10 @@ def keep_positions(call: Call) -> Advice | None:
     token = _LOADING.set(seen)
 
     def put_back(rollout_data: Any) -> Any:
-        runtime.current().positions_added = False
         if isinstance(rollout_data, dict) and POSITION_KEY not in rollout_data:
             positions = reconstruct(args, rollout_data, call["dp_rank"], call["dp_size"]) if not seen else seen[-1]
             if positions is not None and len(positions) == len(rollout_data["total_lengths"]):
                 rollout_data[POSITION_KEY] = [int(position) for position in positions]
-                runtime.current().positions_added = True
                 runtime.current().positions_from = "partition" if seen else "reconstructed"
             else:
                 runtime.current().positions_from = "unknown"

@@ -57,7 +57,9 @@ def test_every_layout_is_held_against_the_single_process(verdicts: dict[Cell, Ve
     for cell in CELLS:
         if LAYOUTS[cell.layout].reference != cell.layout and cell.samples == "default":
             assert verdicts[cell].checks["as the single process"] == "ok", cell
-            assert verdicts[cell].figures["log_probs"] > 0, cell
+            # Data- and pipeline-parallel ranks do the very same arithmetic.
+            cut = LAYOUTS[cell.layout].cp * LAYOUTS[cell.layout].tp > 1
+            assert (verdicts[cell].figures["log_probs"] > 0) == cut, cell
 
 
 @pytest.mark.parametrize("cell", MISSING, ids=lambda cell: cell.key.replace(" / ", "-"))
