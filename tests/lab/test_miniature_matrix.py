@@ -57,9 +57,9 @@ def test_every_layout_is_held_against_the_single_process(verdicts: dict[Cell, Ve
     for cell in CELLS:
         if LAYOUTS[cell.layout].reference != cell.layout and cell.samples == "default":
             assert verdicts[cell].checks["as the single process"] == "ok", cell
-            # Data- and pipeline-parallel ranks do the very same arithmetic.
+            # Data- and pipeline-parallel ranks do the very same arithmetic; in bf16 there may be nothing left to see.
             cut = LAYOUTS[cell.layout].cp * LAYOUTS[cell.layout].tp > 1
-            assert (verdicts[cell].figures["log_probs"] > 0) == cut, cell
+            assert cell.recipe == "bf16" or (verdicts[cell].figures["log_probs"] > 0) == cut, cell
 
 
 @pytest.mark.parametrize("cell", MISSING, ids=lambda cell: cell.key.replace(" / ", "-"))

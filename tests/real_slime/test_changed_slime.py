@@ -32,6 +32,7 @@ class Change:
     culprit: str
     reason: str
     step_back: tuple[str, ...]
+    dump_name: str | None = None
 
 
 CHANGES = {
@@ -49,6 +50,7 @@ CHANGES = {
         "train-dump",
         "slime.utils.train_dump_utils has no save_debug_train_data",
         ("train-actor", "micro-batches", "policy-loss", "log-probs"),
+        dump_name="{rollout_id}_{rank}.pt",  # for slime's own files: one name for all ranks would be written at once
     ),
     "a renamed parameter of the data loader": Change(
         {"slime/utils/data.py": {r"(def process_rollout_data\(.*)\bdp_rank\b(.*?\n\n\n)": r"\1rank_of_data\2"}},
@@ -85,7 +87,8 @@ def changed(
             assert count, f"{pattern} is not in {name}"
         path.write_text(text)
     out = tmp_path_factory.mktemp("out")
-    return Changed(change, checkout, train(LabOptions(out=out, slime=checkout, dp=2, cp=2, save_weights=True)))
+    options = LabOptions(out=out, slime=checkout, dp=2, cp=2, save_weights=True, dump_name=change.dump_name)
+    return Changed(change, checkout, train(options))
 
 
 def _renamed(text: str, pattern: str, replacement: str) -> tuple[str, int]:
@@ -136,10 +139,13 @@ def _without_log_probs(changed: Changed, names: list[str]) -> None:
 
 
 def _slimes_own(changed: Changed, names: list[str]) -> None:
-    """Slime's own dump function ran; under the template of this run its ranks write over one another, as without us."""
-    assert names == ["0.pt"]
-    payload = torch.load(changed.result.train_dumps[0], weights_only=True)
-    assert set(payload) == {"rollout_id", "rank", "rollout_data"}
+    """Slime's own dump function ran, once on every rank, with nothing of ours in what it wrote."""
+    assert names == [f"0_{rank}.pt" for rank in range(4)]
+    for path in changed.result.train_dumps:
+        payload = torch.load(path, weights_only=True)
+        assert set(payload) == {"rollout_id", "rank", "rollout_data"}
+        assert "log_probs" not in payload["rollout_data"]
+        assert not {name for name in payload["rollout_data"] if "slime_instrument" in name}
 
 
 def _by_index(changed: Changed, names: list[str]) -> None:
