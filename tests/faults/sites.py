@@ -83,7 +83,7 @@ class Site:
 
     @property
     def captures(self) -> bool:
-        ours = ("seam/policy-loss", "seam/log-probs", "seam/micro-batches", "dump/collect")
+        ours = ("seam/policy-loss", "seam/log-probs", "dump/collect")
         return self.name.startswith(ours)
 
     @property
