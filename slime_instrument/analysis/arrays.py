@@ -10,6 +10,8 @@ import torch
 
 __all__ = ["integers", "log_probs"]
 
+_DTYPES = {"i": torch.int32, "d": torch.float64}  # of what load_dump(compact=True) gives
+
 
 def log_probs(value: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """Log-probs as float32, shape ``(n,)``, and which of them are None (a bool mask, or None where none is).
@@ -20,7 +22,9 @@ def log_probs(value: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         if value.dim() != 1 or value.is_complex():
             return None
         return value.detach().to(torch.float32), None
-    if not isinstance(value, (list, tuple)):
+    if isinstance(value, array) and value:
+        return torch.frombuffer(value, dtype=_DTYPES[value.typecode]).to(torch.float32), None
+    if not isinstance(value, (list, tuple, array)):
         return None
     if not value:
         return torch.empty(0), None
@@ -45,7 +49,9 @@ def integers(value: Any) -> torch.Tensor | None:
         if value.is_floating_point() and not bool((value == value.round()).all()):
             return None
         return value.detach().to(torch.int64)
-    if not isinstance(value, (list, tuple)):
+    if isinstance(value, array) and value.typecode == "i" and value:
+        return torch.frombuffer(value, dtype=torch.int32).to(torch.int64)
+    if not isinstance(value, (list, tuple, array)):
         return None
     if not value:
         return torch.empty(0, dtype=torch.int64)

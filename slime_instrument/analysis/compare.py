@@ -10,10 +10,11 @@ from typing import Any
 from slime_instrument.analysis.evidence import Finding, View
 from slime_instrument.analysis.findings import diagnose
 from slime_instrument.analysis.join import Join, join
-from slime_instrument.analysis.metrics import measure
+from slime_instrument.analysis.metrics import Limits, measure
 from slime_instrument.analysis.metrics.samples import per_sample, worst_tokens
-from slime_instrument.analysis.metrics.weights import Limits
-from slime_instrument.analysis.table import TokenTable, tabulate
+from slime_instrument.analysis.table import TokenTable
+from slime_instrument.analysis.tabulate import tabulate
+from slime_instrument.files.mapped import mappings
 from slime_instrument.files.reader import read_rollout_dump, read_train_dump
 from slime_instrument.files.records import RolloutDump, TrainDump
 from slime_instrument.files.schema import PROVENANCE
@@ -29,7 +30,8 @@ class Comparison(dict[str, Any]):
     Every key is an attribute too.
 
     Attributes:
-        rollout_dump, train_dump: what was compared; old per-rank files as the v2 dump that they convert to.
+        rollout_dump, train_dump: what was compared; old per-rank files as the v2 dump that they convert to. A rollout
+            dump that was given by its path has long lists of numbers as ``array.array``.
         joined: who belongs to whom.
         table: the tokens of the joined samples.
         diagnosis: the findings, with the tokens that each explains.
@@ -88,8 +90,12 @@ def compare(
             do not tell their layout.
         OSError: a file is missing or may not be read.
     """
-    source = rollout if isinstance(rollout, RolloutDump) else read_rollout_dump(rollout, allow_pickle=allow_pickle)
-    trained = train if isinstance(train, TrainDump) else read_train_dump(train)
+    source, trained = rollout, train
+    with mappings() as opened:
+        if not isinstance(source, RolloutDump):
+            source = read_rollout_dump(source, allow_pickle=allow_pickle, compact=True)
+        if not isinstance(trained, TrainDump):
+            trained = read_train_dump(trained)
     warnings: list[str] = []
     if trained.kind == "train-rank":
         from slime_instrument.files.convert import convert_dump
@@ -100,7 +106,9 @@ def compare(
     if None not in ids and ids[0] != ids[1]:
         warnings.append(f"{source.path} is of rollout {ids[0]}, but {Path(trained.path)} of rollout {ids[1]}")
     joined = join(source, trained)
+    opened.release()
     table = tabulate(joined.pairs)
+    opened.release()
     diagnosis = diagnose(View(source, trained, joined, table))
     record = {
         "rollout": str(source.path),
@@ -109,7 +117,7 @@ def compare(
         "n_train": len(trained.samples),
         "n_rollout": len(source.samples),
         "n_joined": len(joined.pairs),
-        "n_tokens": len(table.delta),
+        "n_tokens": int(table.pair_sums.counts.sum()),
         "log_probs": _origin(trained),
         **measure(table, trained.rollout_id, limits or Limits()),
         "unmatched": [one.as_dict() for one in joined.unmatched],

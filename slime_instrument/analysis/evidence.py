@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from slime_instrument.analysis.blocks import Block
 from slime_instrument.analysis.join import Join
+from slime_instrument.analysis.percentiles import percentiles
+from slime_instrument.analysis.sums import PairSums
 from slime_instrument.analysis.table import TokenTable
 from slime_instrument.files.records import RolloutDump, TrainDump
 
@@ -63,41 +67,58 @@ class View:
         return self.table.comparable if self.explained is None else self.table.comparable & ~self.explained
 
     @cached_property
+    def n_open(self) -> int:
+        """``K``."""
+        return int(self.pair_sums.counts.sum())
+
+    @cached_property
     def delta(self) -> torch.Tensor:
-        """δ of the open tokens, float64, shape ``(K,)``."""
-        if self.explained is None:
-            return self.table.delta
-        return self.table.delta[self.open[self.table.comparable]]
+        """δ of the open tokens, float64, shape ``(K,)``. For few tokens: what looks at all of them takes blocks."""
+        return self.train_values().double().sub_(self.rollout_values())
+
+    @cached_property
+    def size(self) -> torch.Tensor:
+        """\\|δ\\| of the open tokens, float32, shape ``(K,)``."""
+        return self.table.size if self.explained is None else self.table.size[self.open[self.table.comparable]]
 
     @cached_property
     def sample(self) -> torch.Tensor:
         """Pair of each open token, int64, shape ``(K,)``."""
-        if self.explained is None:
-            return self.table.sample_of_delta
-        return self.table.sample_of_delta[self.open[self.table.comparable]]
+        return self.table.sample[self.open].long()
 
     @cached_property
+    def pair_sums(self) -> PairSums:
+        """Counts and sums of the open tokens of each pair."""
+        if self.explained is None:
+            return self.table.pair_sums
+        return PairSums.of(self.blocks(), len(self.table.lengths))
+
+    @property
     def counts(self) -> torch.Tensor:
         """Open tokens of each pair, float64, shape ``(S,)``."""
-        return self.sums(None)
+        return self.pair_sums.counts
 
     @cached_property
     def mean_abs(self) -> torch.Tensor:
         """mean \\|δ\\| over the open tokens of each pair; NaN for a pair without one. Shape ``(S,)``."""
-        return self.sums(self.delta.abs()) / self.counts
+        return self.pair_sums.size / self.pair_sums.counts
 
     @cached_property
     def noise(self) -> float:
         """Median \\|δ\\| of the open tokens: what is usual in this pair of dumps. 0.0 without any."""
-        return float(self.delta.abs().float().median()) if len(self.delta) else 0.0
+        return percentiles(self.size, (0.5,))[0] if self.n_open else 0.0
+
+    def blocks(self) -> Iterator[Block]:
+        """The open tokens, block by block."""
+        return self.table.blocks(self.open)
 
     def rollout_values(self) -> torch.Tensor:
         """log μ of the open tokens, float32, shape ``(K,)``."""
-        return self.table.rollout[self.open]
+        return self.table.rollout if self.n_open == len(self.open) else self.table.rollout[self.open]
 
     def train_values(self) -> torch.Tensor:
         """log π of the open tokens, float32, shape ``(K,)``."""
-        return self.table.train[self.open]
+        return self.table.train if self.n_open == len(self.open) else self.table.train[self.open]
 
     def sums(self, values: torch.Tensor | None) -> torch.Tensor:
         """Sums of a ``(K,)`` tensor over each pair (None: how many), float64, shape ``(S,)``."""
@@ -114,8 +135,7 @@ class View:
 
     def pairs_with(self, tokens: torch.Tensor) -> list[int]:
         """Numbers of the pairs that have any of the tokens, bool, shape ``(N,)``; in order."""
-        counts = torch.bincount(self.table.sample[tokens], minlength=len(self.table.lengths))
-        return [int(i) for i in counts.nonzero().flatten()]
+        return [int(i) for i in self.table.counts_of(tokens).nonzero().flatten()]
 
     def tokens_of(self, pairs: torch.Tensor) -> torch.Tensor:
         """All tokens of the pairs that a ``(S,)`` bool tensor names: bool, shape ``(N,)``."""

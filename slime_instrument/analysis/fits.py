@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from slime_instrument.analysis.blocks import Block
 from slime_instrument.analysis.evidence import View
 from slime_instrument.analysis.statistics import log_student_tail
 
@@ -64,20 +65,24 @@ def fit_models(view: View) -> tuple[Model | None, Model | None]:
 
 
 def _contest(view: View) -> tuple[Model | None, Model | None]:
-    delta, sample = view.delta, view.sample
-    if len(delta) < _ENOUGH:
+    if view.n_open < _ENOUGH:
         return None, None
-    rollout = view.rollout_values().double()
-    visible = rollout.abs() >= _VISIBLE
-    constant = _fit(view, delta, sample, _CONSTANT)
-    ratio = _fit(view, delta[visible] / rollout[visible], sample[visible], _RATIO)
+    seen = (_Seen(len(view.table.lengths)), _Seen(len(view.table.lengths)))
+    for block in view.blocks():
+        visible = block.rollout.abs() >= _VISIBLE
+        seen[0].add(block, block.delta, None)
+        seen[1].add(block, (block.delta / block.rollout).where(visible, 0.0), visible)
+    constant, ratio = _fit(view, seen[0], _CONSTANT), _fit(view, seen[1], _RATIO)
     if not bool(constant[0].any() or ratio[0].any()):
         return None, None
-    fits = (
-        _Fit(*constant, view.sums((delta - constant[1][sample]).square())),
-        _Fit(*ratio, view.sums((delta - ratio[1][sample] * rollout).square())),
-    )
-    total = view.sums(delta.square())
+    total, *rests = torch.zeros(3, len(view.table.lengths), dtype=torch.float64)
+    for block in view.blocks():
+        total[block.pairs] = block.sums(block.delta.square())
+        scales = (torch.ones(()), block.rollout)
+        for rest, (_, parameter), scale in zip(rests, (constant, ratio), scales, strict=True):
+            expected = parameter[block.pairs].repeat_interleave(block.counts) * scale
+            rest[block.pairs] = block.sums((block.delta - expected).square())
+    fits = (_Fit(*constant, rests[0]), _Fit(*ratio, rests[1]))
     floor = view.counts * _FLOOR**2
     near = [own.pairs & (own.squares <= _RIVAL * (other.squares + floor)) for own, other in (fits, fits[::-1])]
     clear = [mine & ~theirs for mine, theirs in (near, near[::-1])]
@@ -93,32 +98,43 @@ def _contest(view: View) -> tuple[Model | None, Model | None]:
         whole = float(total[pairs].sum())
         rest = float(fit.squares[pairs].sum())
         explained = 1 - rest / whole if whole > 0 else 0.0
-        named = bool(pairs.any()) and explained > 0.5 and _follows(rest, rollout[pairs[sample]])
+        named = bool(pairs.any()) and explained > 0.5 and _follows(rest, view, pairs)
         models.append(Model(pairs, fit.parameter, explained, rival) if named else None)
     return models[0], models[1]
 
 
-def _follows(rest: float, rollout: torch.Tensor) -> bool:
+def _follows(rest: float, view: View, pairs: torch.Tensor) -> bool:
     """Whether the train side follows the rollout but for the parameter. Values that have nothing to do with each other
     differ by a constant on average, too."""
-    varies = float((rollout - rollout.mean()).square().sum())
+    rollout = view.table.rollout[view.open & view.tokens_of(pairs)]
+    varies = float((rollout - rollout.mean()).square().sum(dtype=torch.float64))
     return rest <= max(_CLOSE**2 * len(rollout), _FOLLOWED * varies)
 
 
-def _fit(view: View, x: torch.Tensor, sample: torch.Tensor, smallest: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples in which ``x`` is a constant and some noise, and the constant of each sample."""
-    n_samples = len(view.table.lengths)
-    n = torch.bincount(sample, minlength=n_samples).double()
-    total = torch.bincount(sample, weights=x, minlength=n_samples)
-    squares = torch.bincount(sample, weights=x.square(), minlength=n_samples)
+class _Seen:
+    """Number, sum and sum of squares of a quantity in each pair: float64, shape ``(S,)``."""
+
+    def __init__(self, n_pairs: int) -> None:
+        self.n, self.total, self.squares = torch.zeros(3, n_pairs, dtype=torch.float64)
+
+    def add(self, block: Block, x: torch.Tensor, usable: torch.Tensor | None) -> None:
+        """Take up a block; ``x`` is 0 where it is not ``usable`` (None: all are)."""
+        self.n[block.pairs] = block.counts.double() if usable is None else block.sums(usable.double())
+        self.total[block.pairs] = block.sums(x)
+        self.squares[block.pairs] = block.sums(x.square())
+
+
+def _fit(view: View, seen: _Seen, smallest: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairs in which what was ``seen`` is a constant and some noise, and the constant of each pair."""
+    n, total, squares, n_pairs = seen.n, seen.total, seen.squares, len(seen.n)
     mean = torch.where(n > 0, total / n.clamp(min=1), 0.0)
-    found = (n >= _ENOUGH) & (mean.abs() >= smallest) & _explains(n, mean, squares, _EXPLAINED, n_samples)
+    found = (n >= _ENOUGH) & (mean.abs() >= smallest) & _explains(n, mean, squares, _EXPLAINED, n_pairs)
     all_n, all_squares = n.sum().reshape(1), squares.sum().reshape(1)
     all_mean = total.sum().reshape(1) / all_n.clamp(min=1)
     overall = bool(_explains(all_n, all_mean, all_squares, _EXPLAINED_OVERALL, 1))
     if overall and abs(float(all_mean)) >= smallest and int(all_n) >= 2 * _ENOUGH:
         # Short samples cannot tell alone, but all of them have the same constant.
-        mean = torch.where(found, mean, all_mean.expand(n_samples))
+        mean = torch.where(found, mean, all_mean.expand(n_pairs))
         found = view.counts > 0
     return found, mean
 

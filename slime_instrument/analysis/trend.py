@@ -84,7 +84,7 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 
 def _identify(path: Path, allow_pickle: bool) -> tuple[str, int | None]:
     """Kind and rollout id. Loading maps the tensors; their values stay unread."""
-    payload = load_dump(path, allow_pickle=allow_pickle)
+    payload = load_dump(path, allow_pickle=allow_pickle, compact=True)
     kind = detect_kind(path, payload)
     if isinstance(payload, dict) and isinstance(payload.get("rollout_id"), int):
         return kind, payload["rollout_id"]

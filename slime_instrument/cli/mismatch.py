@@ -92,7 +92,7 @@ def _print_unmatched(comparison: Comparison) -> None:
 def _print_histogram(comparison: Comparison) -> None:
     import torch
 
-    size = comparison.table.delta.abs().float()
+    size = comparison.table.size
     counts = torch.bincount(torch.bucketize(size, torch.tensor(_EDGES), right=True), minlength=len(_EDGES) + 1)
     most = max(1, int(counts.max()))
     labels = ["0", *(f"{edge:g}" for edge in _EDGES)]

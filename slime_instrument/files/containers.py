@@ -11,13 +11,14 @@ import re
 import stat
 import struct
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from slime_instrument.errors import DumpFormatError
 
-__all__ = ["Container", "examine", "looks_like_train_dump", "unusable"]
+__all__ = ["Archive", "Container", "examine", "looks_like_train_dump", "record_bounds", "unusable"]
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_MAGIC = b"\x80"
@@ -36,6 +37,19 @@ _ALLOCATING_GLOBAL = re.compile(
 
 
 @dataclass(frozen=True)
+class Archive:
+    """The records of a file that torch.save wrote as a zip archive.
+
+    Attributes:
+        pickle: the record ``data.pkl``.
+        records: all records, by their name below the archive's folder.
+    """
+
+    pickle: zipfile.ZipInfo
+    records: Mapping[str, zipfile.ZipInfo]
+
+
+@dataclass(frozen=True)
 class Container:
     """One file before it is unpickled.
 
@@ -45,6 +59,7 @@ class Container:
         tensor_bytes: bytes that the file has for tensor values. For a zip the sum of its data records, else ``size``.
         head: first bytes of the pickle, enough to see the first keys of the dump.
         allocating_global: a class in the pickle that would take memory by a stated number, or None.
+        archive: the records of a zip.
     """
 
     kind: Literal["zip", "old-torch", "pickle"]
@@ -52,6 +67,7 @@ class Container:
     tensor_bytes: int
     head: bytes
     allocating_global: str | None = None
+    archive: Archive | None = None
 
 
 def unusable(path: Path, found: str, *, next_step: str = "") -> DumpFormatError:
@@ -107,28 +123,43 @@ def _examine_zip(path: Path, size: int) -> Container:
     declared = sum(member.file_size for member in members)
     if declared > size:
         raise unusable(path, f"declares {declared} bytes of content, but the file has {size}")
-    folder = pickles[0].filename[: -len("data.pkl")] + "data/"
-    tensor_bytes = sum(member.file_size for member in members if member.filename.startswith(folder))
+    folder = pickles[0].filename[: -len("data.pkl")]
+    records = {name[len(folder) :]: member for member in members if (name := member.filename).startswith(folder)}
+    tensor_bytes = sum(member.file_size for name, member in records.items() if name.startswith("data/"))
     head, allocating = _scan_pickle(path, pickles[0])
-    return Container("zip", size, tensor_bytes, head, allocating)
+    return Container("zip", size, tensor_bytes, head, allocating, Archive(pickles[0], records))
+
+
+def record_bounds(path: Path, content: mmap.mmap, member: zipfile.ZipInfo) -> tuple[int, int]:
+    """Where the bytes of a stored record begin and end in the mapped file.
+
+    Raises:
+        DumpFormatError: it is not where the archive says, or ends after the file.
+    """
+    header = content[member.header_offset : member.header_offset + _LOCAL_HEADER_SIZE]
+    if len(header) < _LOCAL_HEADER_SIZE or not header.startswith(_ZIP_MAGIC):
+        raise unusable(path, f"is a cut or damaged torch file ({_base(member.filename)} is not where the archive says)")
+    name_size, extra_size = struct.unpack("<HH", header[26:30])
+    start: int = member.header_offset + _LOCAL_HEADER_SIZE + name_size + extra_size
+    end = start + member.file_size
+    if end > len(content):
+        raise unusable(path, f"is a cut or damaged torch file ({_base(member.filename)} ends after the file)")
+    return start, end
 
 
 def _scan_pickle(path: Path, member: zipfile.ZipInfo) -> tuple[bytes, str | None]:
     """First bytes of a stored member, and the first allocating class in it; without copying the member."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        header = content[member.header_offset : member.header_offset + _LOCAL_HEADER_SIZE]
-        if len(header) < _LOCAL_HEADER_SIZE or not header.startswith(_ZIP_MAGIC):
-            raise unusable(path, "is a cut or damaged torch file (data.pkl is not where the archive says)")
-        name_size, extra_size = struct.unpack("<HH", header[26:30])
-        start = member.header_offset + _LOCAL_HEADER_SIZE + name_size + extra_size
-        end = start + member.file_size
-        if end > len(content):
-            raise unusable(path, "is a cut or damaged torch file (data.pkl ends after the file)")
+        start, end = record_bounds(path, content, member)
         match = _ALLOCATING_GLOBAL.search(content, start, end)
         found = None
         if match is not None:
             found = ".".join(part.decode() for part in match.groups() if part is not None)
         return content[start : min(end, start + 512)], found
+
+
+def _base(name: str) -> str:
+    return name.partition("/")[2] or name
 
 
 def _first_line(error: BaseException) -> str:

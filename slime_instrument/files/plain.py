@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -53,7 +54,7 @@ def plain_value(value: Any, counts: dict[str, NonFinite] | None = None, name: st
         return None
     if isinstance(value, Mapping):
         return {str(key): plain_value(item, counts, name) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (list, tuple, array, set, frozenset)):
         return [plain_value(item, counts, name) for item in value]
     if isinstance(value, bytes):
         return value.decode("utf-8", "backslashreplace")

@@ -41,19 +41,20 @@ def read_train_dump(path: PathLike | Sequence[PathLike]) -> TrainDump:
     return dumps[0] if len(dumps) == 1 else _join_ranks(dumps)
 
 
-def read_rollout_dump(path: PathLike, *, allow_pickle: bool = False) -> RolloutDump:
+def read_rollout_dump(path: PathLike, *, allow_pickle: bool = False, compact: bool = False) -> RolloutDump:
     """Read a rollout dump of any release.
 
     Args:
         path: the file.
         allow_pickle: read files with objects of arbitrary classes too; this can run code from the file.
+        compact: give long lists of ints or floats as ``array.array``, which takes a fraction of the memory.
 
     Raises:
         DumpFormatError: not a rollout dump, or not safe to read.
         OSError: the file is missing or may not be read.
     """
     file = Path(path)
-    return rollout_dump_of(file, load_dump(file, allow_pickle=allow_pickle))
+    return rollout_dump_of(file, load_dump(file, allow_pickle=allow_pickle, compact=compact))
 
 
 def read_dump(path: PathLike, *, allow_pickle: bool = False) -> TrainDump | RolloutDump:

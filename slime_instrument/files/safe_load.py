@@ -18,7 +18,8 @@ import torch
 
 from slime_instrument.errors import DumpFormatError
 from slime_instrument.files import unpickling
-from slime_instrument.files.containers import Container, examine, looks_like_train_dump, unusable
+from slime_instrument.files.containers import Archive, Container, examine, looks_like_train_dump, unusable
+from slime_instrument.files.mapped import load_mapped
 
 __all__ = ["load_dump"]
 
@@ -26,7 +27,7 @@ _SCALARS = frozenset({int, float, str, bool, type(None), bytes})
 _MAX_DEPTH = 64
 
 
-def load_dump(path: str | Path, *, allow_pickle: bool = False) -> Any:
+def load_dump(path: str | Path, *, allow_pickle: bool = False, compact: bool = False) -> Any:
     """Load the object that a dump file holds, tensors on the CPU and memory-mapped where the file allows it.
 
     Args:
@@ -34,6 +35,7 @@ def load_dump(path: str | Path, *, allow_pickle: bool = False) -> Any:
         allow_pickle: for rollout dumps that hold objects of arbitrary classes. Loading those can run code from the
             file. Classes that are not installed become :class:`~slime_instrument.files.unpickling.Opaque`. The safe
             way is tried first, and train dumps never go any other.
+        compact: give long lists of ints or floats as ``array.array``: a fraction of the memory.
 
     Raises:
         DumpFormatError: cut, empty, foreign or hostile file, or objects without ``allow_pickle``. One line.
@@ -42,7 +44,7 @@ def load_dump(path: str | Path, *, allow_pickle: bool = False) -> Any:
     path = Path(path)
     container = examine(path)
     try:
-        return _load_safely(path, container)
+        return _load_safely(path, container, compact)
     except unpickling.ObjectRefused as refused:
         if looks_like_train_dump(container):
             raise unusable(
@@ -59,17 +61,18 @@ def load_dump(path: str | Path, *, allow_pickle: bool = False) -> Any:
     return _load_trusted(path, container)
 
 
-def _load_safely(path: Path, container: Container) -> Any:
+def _load_safely(path: Path, container: Container, compact: bool) -> Any:
     if container.allocating_global is not None:
         raise unpickling.ObjectRefused(container.allocating_global)
     try:
         if container.kind == "pickle":
             payload = unpickling.load_plain(path)
+        elif container.archive is not None:
+            payload = _load_archive(path, container.archive, compact)
         else:
-            if container.kind == "old-torch":
-                _refuse_oversize(path, unpickling.declared_tensor_bytes(path), container)
+            _refuse_oversize(path, unpickling.declared_tensor_bytes(path), container)
             with _quiet():
-                payload = torch.load(path, map_location="cpu", weights_only=True, mmap=container.kind == "zip")
+                payload = torch.load(path, map_location="cpu", weights_only=True)
     except (unpickling.ObjectRefused, DumpFormatError, OSError):
         raise
     except pickle.UnpicklingError as error:
@@ -82,6 +85,14 @@ def _load_safely(path: Path, container: Container) -> Any:
         raise unusable(path, f"is damaged ({_reason(error)})") from None
     _check_tensors(path, payload, container)
     return payload
+
+
+def _load_archive(path: Path, archive: Archive, compact: bool) -> Any:
+    # Whatever the mapped loader stumbles over, torch's has the last word, and says it in its own words.
+    with contextlib.suppress(Exception):
+        return load_mapped(path, archive, compact=compact)
+    with _quiet():
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def _load_trusted(path: Path, container: Container) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO, ClassVar
 
-__all__ = ["FORGIVING_PICKLE", "ObjectRefused", "Opaque", "declared_tensor_bytes", "load_plain"]
+__all__ = ["FORGIVING_PICKLE", "Inert", "ObjectRefused", "Opaque", "declared_tensor_bytes", "load_plain"]
 
 
 class ObjectRefused(Exception):
@@ -38,7 +38,7 @@ class Opaque:
         return f"<{self.qualified_name}>"
 
 
-class _Inert(pickle._Unpickler):
+class Inert(pickle._Unpickler):
     """The unpickler in pure Python, reduced to data: no class is ever looked up.
 
     The one in C sizes its memo by a number in the file; here the memo is a dict. BYTEARRAY8 also takes memory first
@@ -57,7 +57,7 @@ class _Inert(pickle._Unpickler):
         raise ObjectRefused(f"{module}.{name}")
 
 
-class _Measuring(_Inert):
+class _Measuring(Inert):
     """Walks the pickle of an old torch file and adds up the tensor storages that it declares."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -96,14 +96,14 @@ def load_plain(path: Path) -> Any:
         ObjectRefused: it asks for a class or function. None was looked up.
         Exception: whatever a damaged pickle makes the unpickler raise.
     """
-    return _Inert(io.BytesIO(path.read_bytes())).load()
+    return Inert(io.BytesIO(path.read_bytes())).load()
 
 
 def declared_tensor_bytes(path: Path) -> int:
     """Bytes of all tensors that an old torch file declares, found without taking them."""
     stream = io.BytesIO(path.read_bytes())
     for _ in range(3):  # magic number, protocol, machine description
-        _Inert(stream).load()
+        Inert(stream).load()
     measuring = _Measuring(stream)
     measuring.load()
     return sum(measuring.sizes.values())

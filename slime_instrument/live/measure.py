@@ -9,10 +9,9 @@ from typing import Any
 from slime_instrument.analysis.evidence import Finding, View
 from slime_instrument.analysis.findings import diagnose
 from slime_instrument.analysis.join import Join, Pair
-from slime_instrument.analysis.metrics import measure
-from slime_instrument.analysis.metrics.weights import Limits
+from slime_instrument.analysis.metrics import Limits, measure
 from slime_instrument.analysis.schedule import Schedule
-from slime_instrument.analysis.table import tabulate
+from slime_instrument.analysis.tabulate import tabulate
 from slime_instrument.files.checks.values import whole_number
 from slime_instrument.files.records import RolloutDump, TrainDump
 from slime_instrument.live.alert import METRICS
@@ -47,12 +46,13 @@ def measure_payload(payload: Mapping[str, Any], path: Path, *, most_tokens: int 
         n_shards=None, short=False,
     )  # fmt: skip
     join = Join(pairs, [], schedule)
-    findings: list[Finding] = diagnose(View(source, train, join, table)) if len(table.delta) else []
+    n_tokens = int(table.pair_sums.counts.sum())
+    findings: list[Finding] = diagnose(View(source, train, join, table)) if n_tokens else []
     return {
         "rollout_id": rollout_id,
         "n_samples": len(samples),
         "n_samples_measured": len(chosen),
-        "n_tokens": len(table.delta),
+        "n_tokens": n_tokens,
         **measure(table, rollout_id, Limits()),
         "findings": [
             {"code": one.code, "message": one.message, "n_samples": len(one.samples), "samples": one.samples[:20]}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slime_instrument.analysis.metrics.difference import percentiles
+from slime_instrument.analysis.percentiles import percentiles
 from slime_instrument.analysis.table import TokenTable
 
 __all__ = ["density", "histogram", "round_up"]
@@ -30,7 +30,7 @@ def histogram(table: TokenTable) -> dict[str, Any] | None:
     delta = table.delta
     if not len(delta):
         return None
-    limit = _limit(delta)
+    limit = _limit(table)
     width = 2 * limit / (_BINS - 2)
     place = ((delta + limit) / width).floor().clamp(-1, _BINS - 2).long() + 1
     return {"limit": limit, "width": width, "counts": torch.bincount(place, minlength=_BINS).tolist()}
@@ -41,7 +41,7 @@ def density(table: TokenTable) -> dict[str, Any] | None:
     delta = table.delta
     if not len(delta):
         return None
-    limit = _limit(delta)
+    limit = _limit(table)
     rollout = table.rollout[table.comparable].double()
     low = max(_LOWEST, min(math.floor(float(rollout.min())), -1))
     high = max(0.0, math.ceil(min(float(rollout.max()), 1.0)))  # a log-prob above 0 is a fault that should show
@@ -63,6 +63,6 @@ def density(table: TokenTable) -> dict[str, Any] | None:
     }
 
 
-def _limit(delta: torch.Tensor) -> float:
-    (limit,) = percentiles(delta.abs().float(), (0.995,))
+def _limit(table: TokenTable) -> float:
+    (limit,) = percentiles(table.size, (0.995,))
     return round_up(limit)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from slime_instrument.analysis.join import Pair
-from slime_instrument.analysis.table import TokenTable, tabulate
+from slime_instrument.analysis.table import TokenTable
+from slime_instrument.analysis.tabulate import tabulate
 from slime_instrument.errors import DumpFormatError, five_parts
 from slime_instrument.files.checks.values import number, whole_number
 from slime_instrument.files.containers import examine, looks_like_train_dump
@@ -73,10 +74,10 @@ class Source:
     def measure(self, place: int) -> None:
         """Fill in the mismatch of one sample."""
         row, table = self.rows[place], self.table(place)
-        delta = table.delta.abs()
-        row.n_tokens = len(delta)
-        if len(delta):
-            row.mean_abs, row.max_abs = float(delta.mean()), float(delta.max())
+        sums = table.pair_sums
+        row.n_tokens = int(sums.counts)
+        if row.n_tokens:
+            row.mean_abs, row.max_abs = float(sums.size / sums.counts), float(sums.largest)
 
     def table(self, place: int) -> TokenTable:
         """The tokens of one sample, from the train dump alone."""

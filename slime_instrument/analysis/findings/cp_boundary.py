@@ -37,15 +37,15 @@ class _Fit:
 
 def find(view: View) -> Finding | None:
     table = view.table
-    size = torch.zeros(len(table.mask))
-    size[view.open] = view.delta.abs().float()
     least = max(_OUTLIER, 10 * view.noise)
     good: list[_Fit] = []
     for limit in (least, 2 * least, 4 * least):
-        outliers = size > limit
-        n = int(outliers.sum())
-        if n < _ENOUGH or n > _MOST * len(view.delta):
+        above = view.size > limit
+        n = int(above.count_nonzero())
+        if n < _ENOUGH or n > _MOST * view.n_open:
             continue
+        outliers = torch.zeros_like(table.mask)
+        outliers[view.open] = above
         samples = view.pairs_with(outliers)[:_MOST_SAMPLES]
         fits = [_fit(view, outliers, samples, cp, side) for cp in _sizes(view) for side in ("last", "first", "both")]
         good += [fit for fit in fits if fit.hits >= max(_ENOUGH, _AT_EDGES * fit.n) and fit.chance < _SURE]

@@ -15,7 +15,7 @@ _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def find(view: View) -> Finding | None:
-    if len(view.delta) < _ENOUGH:
+    if view.n_open < _ENOUGH:
         return None
     rollout, train = view.rollout_values(), view.train_values()
     for side, rounded, exact in (("train", train, rollout), ("rollout", rollout, train)):
@@ -24,7 +24,7 @@ def find(view: View) -> Finding | None:
                 continue
             message = (
                 f"The {side} side holds the other side's log-probs rounded to {name}: all {len(rounded)} values are "
-                f"{name} numbers and equal after rounding; mean |δ| {float(view.delta.abs().mean()):.3g}. The logits "
+                f"{name} numbers and equal after rounding; mean |δ| {float(view.size.mean()):.3g}. The logits "
                 "or the log-probs passed through that type on one side; keep the LM head and the softmax in float32."
             )
             samples = view.positions_with(view.open)

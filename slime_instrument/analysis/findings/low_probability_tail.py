@@ -16,10 +16,11 @@ _ELSEWHERE = 0.003  # share of the other tokens that may be off too
 
 
 def find(view: View) -> Finding | None:
-    size, rollout = view.delta.abs(), view.rollout_values()
+    size = view.size
     off = size > max(_OUTLIER, 10 * view.noise)
-    if int(off.sum()) < _ENOUGH:
+    if int(off.count_nonzero()) < _ENOUGH:
         return None
+    rollout = view.rollout_values()
     # The tail ends where nearly all outliers are below.
     places = rollout[off].sort().values
     edge = float(places[min(len(places) - 1, int(0.98 * len(places)))])

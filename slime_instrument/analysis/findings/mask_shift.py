@@ -42,13 +42,12 @@ def find(view: View) -> Finding | None:
 def _suspects(view: View) -> list[int]:
     """Pairs whose mask is not the rollout's, and those where exact zeros of the rollout tell another mask."""
     table = view.table
-    n = len(table.lengths)
     differs = table.mask != table.rollout_mask
-    differing = torch.bincount(table.sample[differs], minlength=n) > 0
+    differing = table.counts_of(differs) > 0
     # Engines fill 0.0 where no token was sampled, so zeros under mask 1 beside values under mask 0 hint at a shift.
     filled = (table.rollout == 0) & table.mask
-    hinted = torch.bincount(table.sample[filled], minlength=n) > 0
-    unmasked = torch.bincount(table.sample[(table.rollout != 0) & ~table.mask], minlength=n) > 0
+    hinted = table.counts_of(filled) > 0
+    unmasked = table.counts_of((table.rollout != 0) & ~table.mask) > 0
     found = (differing & table.has_rollout_mask) | (hinted & unmasked & ~differing)
     found &= ~table.removed
     found[torch.tensor(sorted(table.misfits), dtype=torch.int64)] = False

@@ -14,7 +14,7 @@ _NAMES = {"nan": "NaN", "inf": "infinite", "filler": "the lowest number of a typ
 
 def find(view: View) -> Finding | None:
     table = view.table
-    counts = {name: int((table.kind == KINDS.index(name)).sum()) for name in _NAMES}
+    counts = {name: table.kind_counts[name] for name in _NAMES}
     if not any(counts.values()):
         return None
     affected = torch.zeros_like(table.comparable)

@@ -55,7 +55,7 @@ def _level(view: View) -> tuple[torch.Tensor, torch.Tensor]:
     A mean of logarithms, because a few improbable tokens would decide any other; relative to tokens of the same
     log μ, because samples differ in that. Both of shape ``(S,)``.
     """
-    size = (view.delta.abs() + _FLOOR).log()
+    size = (view.size.double() + _FLOOR).log()
     group = torch.bucketize(view.rollout_values(), torch.tensor(_EDGES))
     n = torch.bincount(group, minlength=len(_EDGES) + 1)
     size -= (torch.bincount(group, weights=size, minlength=len(n)) / n.clamp(min=1))[group]

@@ -18,8 +18,8 @@ def find(view: View) -> Finding | None:
     likely = min(_LIKELY, -10 * view.noise)
     sides, tokens = {}, torch.zeros_like(view.open)
     for side, zero, other in (("train", table.train, table.rollout), ("rollout", table.rollout, table.train)):
-        filled = view.open & (zero == 0) & (other < likely)
-        count = int(filled.sum())
+        filled = (zero == 0) & view.open & (other < likely)
+        count = int(filled.count_nonzero())
         if count >= _ENOUGH or (count and bool((filled & (other < _SURE)).any())):
             sides[side] = count
             tokens |= filled

@@ -1,33 +1,52 @@
-"""Mismatch metrics, one file per family. All of them are functions of a :class:`TokenTable` and give plain values."""
+"""Mismatch metrics, one file per family.
+
+A family takes up a table block by block and then gives its part of the record, as plain values.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
-from slime_instrument.analysis.metrics.difference import abs_diff, prob_diff, sequence_mean_abs_diff
-from slime_instrument.analysis.metrics.divergence import divergences
-from slime_instrument.analysis.metrics.drift import by_decile, by_log_prob, by_staleness, by_turn
-from slime_instrument.analysis.metrics.weights import Limits, ess, sequence_ratios, weights
+from slime_instrument.analysis.blocks import Block
+from slime_instrument.analysis.metrics.difference import AbsDiff, ProbDiff
+from slime_instrument.analysis.metrics.divergence import Divergences
+from slime_instrument.analysis.metrics.drift import ByDecile, ByLogProb, ByStaleness, ByTurn
+from slime_instrument.analysis.metrics.limits import Limits
+from slime_instrument.analysis.metrics.sequences import Sequences
+from slime_instrument.analysis.metrics.weights import EffectiveSize, Weights
 from slime_instrument.analysis.table import TokenTable
 
-__all__ = ["measure"]
+__all__ = ["Family", "Limits", "measure"]
+
+
+class Family(Protocol):
+    """Metrics that are made of the same sums."""
+
+    def add(self, block: Block) -> None:
+        """Take up the comparable tokens of some pairs."""
+
+    def record(self) -> Any:
+        """What was measured; None, never 0.0 or NaN, where there is nothing to measure."""
 
 
 def measure(table: TokenTable, rollout_id: int | None, limits: Limits) -> dict[str, Any]:
     """Every metric of one pair of dumps. None, never 0.0 or NaN, where there is nothing to measure."""
+    flat: list[Family] = [Divergences(table), Sequences(table), Weights(table, limits)]
+    named: dict[str, Family] = {"abs_diff": AbsDiff(table), "prob_diff": ProbDiff(), "ess": EffectiveSize()}
+    drift: dict[str, Family] = {
+        "decile": ByDecile(),
+        "turn": ByTurn(),
+        "log_prob": ByLogProb(),
+        "staleness": ByStaleness(table, rollout_id),
+    }
+    for block in table.blocks():
+        for family in (*flat, *named.values(), *drift.values()):
+            family.add(block)
+    record: dict[str, Any] = {name: family.record() for name, family in named.items()}
+    for family in flat:
+        record |= family.record()
     return {
-        "abs_diff": abs_diff(table),
-        "train_rollout_logprob_abs_diff": sequence_mean_abs_diff(table),
-        "prob_diff": prob_diff(table),
-        **divergences(table),
-        **sequence_ratios(table),
-        "ess": ess(table),
-        **weights(table, limits),
+        **record,
         "excluded": table.excluded(),
-        "drift": {
-            "decile": by_decile(table),
-            "turn": by_turn(table),
-            "log_prob": by_log_prob(table),
-            "staleness": by_staleness(table, rollout_id),
-        },
+        "drift": {name: family.record() for name, family in drift.items()},
     }

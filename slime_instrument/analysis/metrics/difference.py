@@ -3,63 +3,79 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
+from slime_instrument.analysis.blocks import Block
+from slime_instrument.analysis.percentiles import percentiles
 from slime_instrument.analysis.table import TokenTable
 
-__all__ = ["abs_diff", "percentiles", "prob_diff", "sequence_mean_abs_diff"]
+__all__ = ["AbsDiff", "ProbDiff"]
 
 
-def abs_diff(table: TokenTable) -> dict[str, float | None]:
+class AbsDiff:
     """mean, max, p50, p95 and p99 of \\|δ\\|, in nats; all None without a comparable token."""
-    size = table.delta.abs().float()  # half the memory; the sums below are taken in float64
-    if not len(size):
-        return dict.fromkeys(("mean", "max", "p50", "p95", "p99"))
-    p50, p95, p99 = percentiles(size, (0.50, 0.95, 0.99))
-    return {"mean": float(table.delta.abs().mean()), "max": float(size.max()), "p50": p50, "p95": p95, "p99": p99}
+
+    def __init__(self, table: TokenTable) -> None:
+        self.table, self.n, self.total, self.largest = table, 0, 0.0, 0.0
+
+    def add(self, block: Block) -> None:
+        if len(block):
+            self.n += len(block)
+            self.total += float(block.size.sum())
+            self.largest = max(self.largest, float(block.size.max()))
+
+    def record(self) -> dict[str, float | None]:
+        if not self.n:
+            return dict.fromkeys(("mean", "max", "p50", "p95", "p99"))
+        p50, p95, p99 = percentiles(self.table.size, (0.50, 0.95, 0.99))
+        return {"mean": self.total / self.n, "max": self.largest, "p50": p50, "p95": p95, "p99": p99}
 
 
-def percentiles(values: torch.Tensor, fractions: tuple[float, ...]) -> list[float]:
-    """Percentiles with linear interpolation between neighbours. ``values``: shape ``(n,)``, n > 0, without NaN.
+class _Moments:
+    """Number, means, and sums of products of deviations from the means, of two variables, added up part by part."""
 
-    torch.quantile refuses more than 16 million values, and a full sort is the dearest step of a comparison: so each
-    percentile is selected among the values from the previous one upwards.
-    """
-    found: dict[float, float] = {}
-    rest, below, n = values, 0, len(values)
-    for fraction in sorted(set(fractions)):
-        place = fraction * (n - 1)
-        rank = math.floor(place)
-        value = rest.kthvalue(rank - below + 1).values
-        not_above = below + int((rest <= value).sum())
-        following = value if not_above > rank + 1 or rank + 1 == n else rest[rest > value].min()
-        found[fraction] = float(value) + (float(following) - float(value)) * (place - rank)
-        below += int((rest < value).sum())
-        rest = rest[rest >= value]
-    return [found[fraction] for fraction in fractions]
+    def __init__(self) -> None:
+        self.n = 0
+        self.mean = torch.zeros(2, dtype=torch.float64)
+        self.products = torch.zeros(2, 2, dtype=torch.float64)
 
-
-def sequence_mean_abs_diff(table: TokenTable) -> float | None:
-    """slime's own ``train_rollout_logprob_abs_diff``: mean of \\|δ\\| per sequence, then over sequences."""
-    counts = table.counts
-    present = counts > 0
-    if not bool(present.any()):
-        return None
-    return float((table.per_sample_sum(table.delta.abs())[present] / counts[present]).mean())
+    def add(self, values: torch.Tensor) -> None:
+        """``values``: float64, shape ``(2, k)``, k > 0; they are overwritten."""
+        k = values.shape[1]
+        mean = values.mean(1)
+        values -= mean.unsqueeze(1)
+        # Sums of squares would cancel; the deviations of two parts combine exactly (Chan, Golub and LeVeque).
+        between = (mean - self.mean).outer(mean - self.mean) * (self.n * k / (self.n + k))
+        self.products += values @ values.T + between
+        self.mean += (mean - self.mean) * (k / (self.n + k))
+        self.n += k
 
 
-def prob_diff(table: TokenTable) -> dict[str, Any]:
+class ProbDiff:
     """mean, max and std of \\|π - μ\\|, and the Pearson correlation of π and μ (None where one does not vary)."""
-    train = table.train[table.comparable].double().exp_()
-    rollout = table.rollout[table.comparable].double().exp_()
-    if not len(train):
-        return dict.fromkeys(("mean", "max", "std", "pearson"))
-    size = (train - rollout).abs_()
-    record = {"mean": float(size.mean()), "max": float(size.max()), "std": float(size.std(correction=0))}
-    del size
-    train -= train.mean()
-    rollout -= rollout.mean()
-    scale = math.sqrt(float(train @ train) * float(rollout @ rollout))
-    return {**record, "pearson": float(train @ rollout) / scale if scale > 0 else None}
+
+    def __init__(self) -> None:
+        self.both, self.sizes, self.largest = _Moments(), _Moments(), 0.0
+
+    def add(self, block: Block) -> None:
+        if not len(block):
+            return
+        both = torch.stack([block.train, block.rollout]).double().exp_()
+        size = (both[0] - both[1]).abs_()
+        self.largest = max(self.largest, float(size.max()))
+        self.sizes.add(torch.stack([size, size]))
+        self.both.add(both)
+
+    def record(self) -> dict[str, float | None]:
+        n = self.both.n
+        if not n:
+            return dict.fromkeys(("mean", "max", "std", "pearson"))
+        products = self.both.products
+        scale = math.sqrt(float(products[0, 0]) * float(products[1, 1]))
+        return {
+            "mean": float(self.sizes.mean[0]),
+            "max": self.largest,
+            "std": math.sqrt(float(self.sizes.products[0, 0]) / n),
+            "pearson": float(products[0, 1]) / scale if scale > 0 else None,
+        }

@@ -2,55 +2,140 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
+from slime_instrument.analysis.blocks import Block
+from slime_instrument.analysis.metrics.limits import finite
 from slime_instrument.analysis.table import TokenTable
 from slime_instrument.files.checks.values import whole_number
 
-__all__ = ["by_decile", "by_log_prob", "by_staleness", "by_turn", "staleness_of", "turns"]
+__all__ = ["ByDecile", "ByLogProb", "ByStaleness", "ByTurn", "staleness_of", "turns"]
 
 LOG_PROB_EDGES = (-20.0, -10.0, -5.0, -2.0, -1.0, -0.5, -0.1)
 MAX_TURNS = 32
 """Turns from this one on are one group."""
 
 
-def by_decile(table: TokenTable) -> list[dict[str, Any]]:
+class _Groups:
+    """Tokens, Σδ and Σ\\|δ\\| of numbered groups."""
+
+    def __init__(self, n: int) -> None:
+        self.counts, self.signed, self.size = torch.zeros(3, n, dtype=torch.float64)
+
+    def rows(self) -> list[tuple[int, dict[str, Any]]]:
+        """Per group with tokens: its number, how many tokens, mean δ, mean \\|δ\\|."""
+        columns = zip(self.counts.tolist(), self.signed.tolist(), self.size.tolist(), strict=True)
+        return [
+            (i, {"n_tokens": int(count), "mean": finite(signed / count), "mean_abs": finite(size / count)})
+            for i, (count, signed, size) in enumerate(columns)
+            if count
+        ]
+
+
+class ByDecile(_Groups):
     """mean δ and \\|δ\\| by tenth of the response."""
-    place = table.index_in_sample()[table.comparable] * 10
-    group = place // table.lengths[table.sample_of_delta]
-    return [{"decile": i, **row} for i, row in _groups(table, group, 10)]
+
+    def __init__(self) -> None:
+        super().__init__(10)
+
+    def add(self, block: Block) -> None:
+        # Token i of n belongs to tenth 10 i // n: the tenths are runs, which end before ceil(k n / 10).
+        lengths = block.lengths.unsqueeze(1)
+        ends = (lengths * torch.arange(1, 11) + 9) // 10 + (block.lengths.cumsum(0).unsqueeze(1) - lengths)
+        counts = block.counts_between(ends)
+        self.counts += counts.sum(0)
+        if len(block):
+            self.signed += block.sums(block.delta, counts).sum(0)
+            self.size += block.sums(block.size, counts).sum(0)
+
+    def record(self) -> list[dict[str, Any]]:
+        return [{"decile": i, **row} for i, row in self.rows()]
 
 
-def by_turn(table: TokenTable) -> list[dict[str, Any]]:
+class ByTurn(_Groups):
     """mean δ and \\|δ\\| by turn: a contiguous run of mask 1."""
-    group = turns(table)[table.comparable].clamp(max=MAX_TURNS - 1)
-    return [{"turn": i, **row} for i, row in _groups(table, group, MAX_TURNS)]
+
+    def __init__(self) -> None:
+        super().__init__(MAX_TURNS)
+
+    def add(self, block: Block) -> None:
+        if not len(block):
+            return
+        if bool(block.mask.all()):
+            self.counts[0] += len(block)
+            self.signed[0] += block.delta.sum()
+            self.size[0] += block.size.sum()
+            return
+        group = turns(block.mask, block.lengths)
+        group = (group if block.chosen is None else group[block.chosen]).clamp_(max=MAX_TURNS - 1)
+        self.counts += torch.bincount(group, minlength=MAX_TURNS)
+        self.signed += torch.bincount(group, weights=block.delta, minlength=MAX_TURNS)
+        self.size += torch.bincount(group, weights=block.size, minlength=MAX_TURNS)
+
+    def record(self) -> list[dict[str, Any]]:
+        return [{"turn": i, **row} for i, row in self.rows()]
 
 
-def turns(table: TokenTable) -> torch.Tensor:
-    """Turn of each token, counted from 0 in each sample, int64, shape ``(N,)``; meaningless where the mask is 0."""
-    before = torch.zeros_like(table.mask)
-    before[1:] = table.mask[:-1]
-    nonempty = table.lengths > 0
-    before[table.starts[nonempty]] = False
-    started = (table.mask & ~before).long().cumsum(0)
-    at_start = torch.zeros(len(table.lengths), dtype=torch.int64)
-    first = table.starts[nonempty]
-    at_start[nonempty] = started[first] - table.mask[first].long()
-    return started - at_start.repeat_interleave(table.lengths) - 1
+def turns(mask: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Turn of each token, counted from 0 in each sample; meaningless where the mask is 0.
+
+    Args:
+        mask: bool, shape ``(n,)``.
+        lengths: of the samples, int64, shape ``(P,)``, summing up to n.
+
+    Returns:
+        int64, shape ``(n,)``.
+    """
+    first = (lengths.cumsum(0) - lengths)[lengths > 0]
+    before = torch.zeros_like(mask)
+    before[1:] = mask[:-1]
+    before[first] = False
+    started = (mask & ~before).cumsum(0)
+    at_start = started[first] - mask[first].long()
+    return started - at_start.repeat_interleave(lengths[lengths > 0]) - 1
 
 
-def by_log_prob(table: TokenTable) -> list[dict[str, Any]]:
+class ByLogProb(_Groups):
     """mean δ and \\|δ\\| by log μ of the token."""
-    edges = torch.tensor(LOG_PROB_EDGES)
-    group = torch.bucketize(table.rollout[table.comparable], edges, right=True)
-    bounds: list[float | None] = [None, *LOG_PROB_EDGES, None]
-    return [
-        {"from": bounds[i], "to": bounds[i + 1], **row} for i, row in _groups(table, group, len(LOG_PROB_EDGES) + 1)
-    ]
+
+    def __init__(self) -> None:
+        super().__init__(len(LOG_PROB_EDGES) + 1)
+        self.bounds: list[float | None] = [None, *LOG_PROB_EDGES, None]
+
+    def add(self, block: Block) -> None:
+        above = torch.ones(len(block), dtype=torch.bool)
+        for i, upper in enumerate((*LOG_PROB_EDGES, torch.inf)):
+            rest = block.rollout >= upper if i < len(LOG_PROB_EDGES) else torch.zeros_like(above)
+            inside = (above & ~rest).double()
+            self.counts[i] += inside.sum()
+            self.signed[i] += block.delta @ inside
+            self.size[i] += block.size @ inside
+            above = rest
+
+    def record(self) -> list[dict[str, Any]]:
+        return [{"from": self.bounds[i], "to": self.bounds[i + 1], **row} for i, row in self.rows()]
+
+
+class ByStaleness(_Groups):
+    """mean δ and \\|δ\\| by weight staleness; empty where no sample knows its weight versions."""
+
+    def __init__(self, table: TokenTable, rollout_id: int | None) -> None:
+        self.table, self.staleness = table, staleness_of(table, rollout_id)
+        self.values = sorted({value for value in self.staleness if value is not None})
+        super().__init__(len(self.values))
+
+    def add(self, block: Block) -> None:
+        """Nothing: all tokens of a pair have one age, and the sums of the pairs are the table's."""
+
+    def record(self) -> list[dict[str, Any]]:
+        pairs = self.table.pair_sums
+        for i, value in enumerate(self.values):
+            own = torch.tensor([one == value for one in self.staleness])
+            self.counts[i] = pairs.counts[own].sum()
+            self.signed[i], self.size[i] = pairs.signed[own].sum(), pairs.size[own].sum()
+        return [{"staleness": self.values[i], **row} for i, row in self.rows()]
 
 
 def staleness_of(table: TokenTable, rollout_id: int | None) -> list[int | None]:
@@ -66,35 +151,7 @@ def staleness_of(table: TokenTable, rollout_id: int | None) -> list[int | None]:
     return found
 
 
-def by_staleness(table: TokenTable, rollout_id: int | None) -> list[dict[str, Any]]:
-    """mean δ and \\|δ\\| by weight staleness; empty where no sample knows its weight versions."""
-    staleness = staleness_of(table, rollout_id)
-    values = sorted({value for value in staleness if value is not None})
-    number = {value: i for i, value in enumerate(values)}
-    own = torch.tensor([len(values) if value is None else number[value] for value in staleness], dtype=torch.int64)
-    group = own[table.sample_of_delta] if len(own) else own
-    rows = _groups(table, group, len(values) + 1)
-    return [{"staleness": values[i], **row} for i, row in rows if i < len(values)]
-
-
 def _version(value: Any) -> int | None:
     if isinstance(value, str):
         return int(value) if value.strip().lstrip("-").isdigit() else None
     return whole_number(value)
-
-
-def _groups(table: TokenTable, group: torch.Tensor, n: int) -> list[tuple[int, dict[str, Any]]]:
-    """Per group with tokens: its number, how many tokens, mean δ, mean |δ|."""
-    delta = table.delta
-    counts = torch.bincount(group, minlength=n).tolist()
-    signed = torch.bincount(group, weights=delta, minlength=n).tolist()
-    size = torch.bincount(group, weights=delta.abs(), minlength=n).tolist()
-    return [
-        (i, {"n_tokens": counts[i], "mean": _finite(signed[i] / counts[i]), "mean_abs": _finite(size[i] / counts[i])})
-        for i in range(n)
-        if counts[i]
-    ]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -14,21 +14,17 @@ __all__ = ["per_sample", "worst_tokens"]
 
 def per_sample(table: TokenTable) -> list[dict[str, Any]]:
     """One record per joined sample. Means are None where no token is comparable."""
-    counts = table.counts
-    n = len(counts)
-    size = table.delta.abs()
-    largest = torch.zeros(n, dtype=torch.float64).scatter_reduce_(0, table.sample_of_delta, size, "amax")
-    total, signed = table.per_sample_sum(size), table.per_sample_sum(table.delta)
-    masked = table.kind == KINDS.index("masked")
-    n_masked = torch.bincount(table.sample[masked], minlength=n)
+    sums = table.pair_sums
+    counts = sums.counts
+    n_masked = table.counts_of(table.kind == KINDS.index("masked"))
     columns = zip(
         table.pairs,
         table.lengths.tolist(),
         counts.long().tolist(),
         n_masked.tolist(),
-        (total / counts).tolist(),
-        largest.tolist(),
-        (signed / counts).tolist(),
+        (sums.size / counts).tolist(),
+        sums.largest.tolist(),
+        (sums.signed / counts).tolist(),
         table.removed.tolist(),
         strict=True,
     )
@@ -51,15 +47,18 @@ def per_sample(table: TokenTable) -> list[dict[str, Any]]:
 
 def worst_tokens(table: TokenTable, n: int = 10) -> list[dict[str, Any]]:
     """The tokens with the largest \\|δ\\|: where they are, both log-probs and the token id (None where not stored)."""
-    if not len(table.delta):
-        return []
-    size, chosen = table.delta.abs().topk(min(n, len(table.delta)))
-    where = table.comparable.nonzero().flatten()[chosen]
+    largest: list[tuple[float, int]] = []
+    for block in table.blocks():
+        size, chosen = block.size.topk(min(n, len(block)))
+        where = chosen if block.chosen is None else block.chosen.nonzero().flatten()[chosen]
+        largest += zip(size.tolist(), (where + block.tokens.start).tolist(), strict=True)
+        largest = sorted(largest, key=lambda one: -one[0])[:n]
     worst = []
-    for token, value in zip(where.tolist(), size.tolist(), strict=True):
+    for value, token in largest:
         if value == 0:
             break
-        i = int(table.sample[token])
+        # The last pair that starts there: those before it have no tokens.
+        i = int(torch.searchsorted(table.starts, token, right=True)) - 1
         pair, place = table.pairs[i], token - int(table.starts[i])
         tokens = integers(pair.train.get("tokens"))
         id_at = len(tokens) - int(table.lengths[i]) + place if tokens is not None else -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def sum_of(values: Any) -> float | None:
     """Sum of a tensor or list of numbers; None if it holds anything else."""
     if isinstance(values, torch.Tensor):
         return None if values.is_complex() else float(values.sum().item())
-    if not isinstance(values, (list, tuple)):
+    if not isinstance(values, (list, tuple, array)):
         return None
     numbers = [item for value in values if (item := number(value)) is not None]
     return sum(numbers) if len(numbers) == len(values) else None
@@ -51,14 +52,14 @@ def length_of(value: Any) -> int | None:
     """Entries along the first dimension; None for what has none."""
     if isinstance(value, torch.Tensor):
         return int(value.shape[0]) if value.dim() else None
-    return len(value) if isinstance(value, (list, tuple)) else None
+    return len(value) if isinstance(value, (list, tuple, array)) else None
 
 
 def as_list(value: Any) -> list[Any] | None:
     """A list, tuple or 1-d tensor as a list; None for anything else."""
     if isinstance(value, torch.Tensor):
         return list(value.tolist()) if value.dim() == 1 else None
-    return list(value) if isinstance(value, (list, tuple)) else None
+    return list(value) if isinstance(value, (list, tuple, array)) else None
 
 
 def as_ints(value: Any) -> list[int] | None:
@@ -72,7 +73,7 @@ def holds_whole_numbers(value: Any) -> bool:
     """Whether a list or 1-d tensor holds whole numbers only. A tensor says so by its type; its values stay unread."""
     if isinstance(value, torch.Tensor):
         return value.dim() == 1 and not value.is_floating_point() and value.dtype is not torch.bool
-    return isinstance(value, (list, tuple)) and all(is_whole_number(item) for item in value)
+    return isinstance(value, (list, tuple, array)) and all(is_whole_number(item) for item in value)
 
 
 def nan_indices(value: Any) -> list[int]:
@@ -82,7 +83,7 @@ def nan_indices(value: Any) -> list[int]:
             return []
         flat = value.reshape(value.shape[0], -1).isnan().any(dim=1) if value.numel() else value.new_zeros(0)
         return [int(index) for index in flat.nonzero().flatten()]
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, array)):
         return [index for index, item in enumerate(value) if isinstance(item, float) and item != item]
     return []
 

@@ -1,0 +1,122 @@
+"""A table in parts of some hundred thousand tokens, so that whatever is computed on them stays in the cache.
+
+Temporaries of the size of a whole dump cost more time than the arithmetic, and several times the memory of the dump.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from slime_instrument.analysis.table import TokenTable
+
+__all__ = ["BLOCK_TOKENS", "Block", "blocks_of"]
+
+BLOCK_TOKENS = 1 << 18
+"""Whole pairs make a block, up to this many tokens; a longer pair is a block of its own."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """The tokens of some neighbouring pairs. ``n`` counts them, ``P`` the pairs, ``k`` the tokens that are chosen.
+
+    Attributes:
+        pairs: which pairs of the table.
+        tokens: which tokens of the table.
+        lengths: response lengths, int64, shape ``(P,)``.
+        chosen: which tokens count here, bool, shape ``(n,)``; None where all do.
+        mask: loss mask of the train side, bool, shape ``(n,)``.
+        rollout, train: log-probs of the chosen tokens, float32, shape ``(k,)``.
+    """
+
+    pairs: slice
+    tokens: slice
+    lengths: torch.Tensor
+    chosen: torch.Tensor | None
+    mask: torch.Tensor
+    rollout: torch.Tensor
+    train: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.rollout)
+
+    @cached_property
+    def delta(self) -> torch.Tensor:
+        """train - rollout, float64, shape ``(k,)``."""
+        return self.train.double().sub_(self.rollout)
+
+    @cached_property
+    def size(self) -> torch.Tensor:
+        """\\|δ\\|, float64, shape ``(k,)``."""
+        return self.delta.abs()
+
+    @cached_property
+    def excess(self) -> torch.Tensor:
+        """The ratio less 1, exact where it is near 0: float64, shape ``(k,)``."""
+        return torch.expm1(self.delta)
+
+    @cached_property
+    def counts(self) -> torch.Tensor:
+        """Chosen tokens of each pair, int64, shape ``(P,)``."""
+        if self.chosen is None:
+            return self.lengths
+        return self.counts_between(self.lengths.cumsum(0))
+
+    @cached_property
+    def pair(self) -> torch.Tensor:
+        """Number of the pair in this block, of each chosen token, int64, shape ``(k,)``."""
+        return torch.arange(len(self.counts)).repeat_interleave(self.counts)
+
+    def counts_between(self, ends: torch.Tensor) -> torch.Tensor:
+        """Chosen tokens up to each of the ``ends``, from the one before it. Ends ascend and count tokens of the block.
+
+        int64 in and out, any shape; read row by row.
+        """
+        if self.chosen is not None:
+            before = torch.zeros(len(self.chosen) + 1, dtype=torch.int64)
+            torch.cumsum(self.chosen, 0, out=before[1:])
+            ends = before[ends]
+        return ends.flatten().diff(prepend=ends.new_zeros(1)).reshape(ends.shape)
+
+    def sums(self, values: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
+        """Sums of ``values``, float64, shape ``(k,)``, over runs of ``counts`` tokens: by default over each pair."""
+        lengths = self.counts if counts is None else counts
+        flat: torch.Tensor = torch.segment_reduce(values, "sum", lengths=lengths.flatten(), unsafe=True)
+        return flat.reshape(lengths.shape)
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """Largest of the non-negative ``values`` of each pair, shape ``(P,)``; 0 for a pair without any."""
+        found: torch.Tensor = torch.segment_reduce(values, "max", lengths=self.counts, unsafe=True, initial=0.0)
+        return found
+
+
+def blocks_of(table: TokenTable, chosen: torch.Tensor) -> Iterator[Block]:
+    """The whole table, block by block.
+
+    Args:
+        table: of ``S`` pairs and ``N`` tokens.
+        chosen: the tokens that count, bool, shape ``(N,)``.
+    """
+    ends = table.lengths.cumsum(0)
+    first = start = 0
+    while first < len(ends):
+        last = max(first + 1, int(torch.searchsorted(ends, start + BLOCK_TOKENS, right=True)))
+        tokens = slice(start, int(ends[last - 1]))
+        part = chosen[tokens]
+        everything = bool(part.all())
+        rollout, train = table.rollout[tokens], table.train[tokens]
+        yield Block(
+            pairs=slice(first, last),
+            tokens=tokens,
+            lengths=table.lengths[first:last],
+            chosen=None if everything else part,
+            mask=table.mask[tokens],
+            rollout=rollout if everything else rollout[part],
+            train=train if everything else train[part],
+        )
+        first, start = last, tokens.stop
