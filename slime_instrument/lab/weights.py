@@ -22,10 +22,10 @@ def _named(actor_module: Any, args: Namespace, actor: Any) -> Iterable[tuple[str
 @torch.no_grad()
 def set_by_name(actor_module: Any, args: Namespace, actor: Any, tag: str) -> None:
     """Seed each whole tensor by its global name and ``tag``, then keep this tensor-parallel rank's part of it."""
-    tp_size, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
     for name, parameter in _named(actor_module, args, actor):
         if parameter.dim() < 2:
             continue
+        tp_size, tp_rank = _tensor_parallel(name)
         sharded = getattr(parameter, "tensor_model_parallel", False)
         dim, stride = getattr(parameter, "partition_dim", 0), getattr(parameter, "partition_stride", 1)
         if "linear_fc1" in name and args.swiglu:
@@ -43,6 +43,13 @@ def set_by_name(actor_module: Any, args: Namespace, actor: Any, tag: str) -> Non
     if args.bf16:
         actor.optimizer.reload_model_params()
     actor.weights_backuper.backup(tag)
+
+
+def _tensor_parallel(name: str) -> tuple[int, int]:
+    """Size and rank over which this parameter is cut: experts have groups of their own."""
+    if ".experts." in name:
+        return mpu.get_expert_tensor_parallel_world_size(), mpu.get_expert_tensor_parallel_rank()
+    return mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
 
 
 def save(actor_module: Any, args: Namespace, actor: Any, path: Path) -> None:

@@ -244,3 +244,9 @@ def test_a_checkout_of_main_counts_as_main_whatever_its_commit(tmp_path: Path, m
         "SLIME_SOURCES", ":".join(str(tmp_path / name) for name in sorted(p.name for p in tmp_path.iterdir()))
     )
     assert checkouts() == {"main": tmp_path / "main-0123abc", "v0.2.0": tmp_path / "v0.2.0"}
+
+
+@pytest.mark.parametrize("samples", ["edge:no-prompt", "edge:masked,no-prompt"])
+def test_a_cell_without_a_prompt_makes_the_run_that_tells_what_slime_does_alone(samples: str) -> None:
+    cell = Cell("main", "DP2-CP2", "grpo", samples)
+    assert cell.single_plain in cell.runs

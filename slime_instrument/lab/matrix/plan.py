@@ -101,7 +101,11 @@ class Cell:
 
     @property
     def runs(self) -> list[Run]:
-        return [run for run in (self.subject, self.plain, self.single, self.native, self.recomputed) if run is not None]
+        runs = [self.subject, self.plain, self.single, self.native, self.recomputed]
+        if "no-prompt" in self.samples:
+            # slime trains this on several ranks and not on one; whether it does is asked of it alone.
+            runs.append(self.single_plain)
+        return [run for run in runs if run is not None]
 
 
 def cells(releases: Iterable[str]) -> Iterator[Cell]:
