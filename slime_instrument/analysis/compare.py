@@ -14,6 +14,7 @@ from slime_instrument.analysis.metrics import Limits, measure
 from slime_instrument.analysis.metrics.samples import per_sample, worst_tokens
 from slime_instrument.analysis.table import TokenTable
 from slime_instrument.analysis.tabulate import tabulate
+from slime_instrument.errors import DumpFormatError, five_parts
 from slime_instrument.files.mapped import mappings
 from slime_instrument.files.reader import read_rollout_dump, read_train_dump
 from slime_instrument.files.records import RolloutDump, TrainDump
@@ -73,6 +74,7 @@ def compare(
     *,
     allow_pickle: bool = False,
     limits: Limits | None = None,
+    field: str = "log_probs",
 ) -> Comparison:
     """Join a rollout dump to its train dump, measure the mismatch and name its cause.
 
@@ -81,6 +83,8 @@ def compare(
         train: a v2 train dump, its path, or the paths of the old per-rank files of one rollout.
         allow_pickle: read rollout dumps with objects of arbitrary classes; this can run code from them.
         limits: parameters of the corrections that are simulated.
+        field: per-token field of the train side that is held against the rollout's log-probs: ``log_probs``, or any
+            other that the dump has, such as ``ref_log_probs``, or ``rollout_log_probs`` as training received them.
 
     Returns:
         The comparison: a dict that is what ``slime-instrument compare --json`` prints.
@@ -105,9 +109,11 @@ def compare(
     ids = (source.rollout_id, trained.rollout_id)
     if None not in ids and ids[0] != ids[1]:
         warnings.append(f"{source.path} is of rollout {ids[0]}, but {Path(trained.path)} of rollout {ids[1]}")
+    if field != "log_probs" and trained.samples and not any(field in sample for sample in trained.samples):
+        raise DumpFormatError(_no_such_field(trained, field))
     joined = join(source, trained)
     opened.release()
-    table = tabulate(joined.pairs)
+    table = tabulate(joined.pairs, train_field=field)
     opened.release()
     diagnosis = diagnose(View(source, trained, joined, table))
     record = {
@@ -118,7 +124,7 @@ def compare(
         "n_rollout": len(source.samples),
         "n_joined": len(joined.pairs),
         "n_tokens": int(table.pair_sums.counts.sum()),
-        "log_probs": _origin(trained),
+        "log_probs": _origin(trained, field),
         **measure(table, trained.rollout_id, limits or Limits()),
         "unmatched": [one.as_dict() for one in joined.unmatched],
         "findings": [finding.as_dict() for finding in diagnosis],
@@ -129,12 +135,23 @@ def compare(
     return Comparison(record, rollout_dump=source, train_dump=trained, joined=joined, table=table, diagnosis=diagnosis)
 
 
-def _origin(train: TrainDump) -> dict[str, Any]:
-    """Where the train side's log-probs come from, as the file says it; None where it does not."""
+def _no_such_field(train: TrainDump, field: str) -> str:
+    per_token = {name for sample in train.samples for name in sample if name.endswith("log_probs")}
+    return five_parts(
+        str(train.path),
+        expected="a field that its samples hold: " + (", ".join(sorted(per_token)) or "they hold no log-probs"),
+        found=repr(field),
+        follows="Nothing was compared.",
+        next_step="slime-instrument inspect lists every field.",
+    )
+
+
+def _origin(train: TrainDump, field: str) -> dict[str, Any]:
+    """Where the train side's values come from, as the file says it; None where it does not."""
     for shard in train.dp_shards:
         provenance = shard.get(PROVENANCE)
         if isinstance(provenance, dict):
             fields = provenance.get("fields")
-            origin = fields.get("log_probs") if isinstance(fields, dict) else None
-            return {"field": "log_probs", "origin": origin, "absent": provenance.get("log_probs")}
-    return {"field": "log_probs", "origin": None, "absent": None}
+            origin = fields.get(field) if isinstance(fields, dict) else None
+            return {"field": field, "origin": origin, "absent": provenance.get(field)}
+    return {"field": field, "origin": None, "absent": None}

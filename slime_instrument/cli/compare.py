@@ -37,6 +37,9 @@ def compare(
         list[str] | None,
         typer.Option(metavar="METRIC=VALUE", help="Exit 1 if the metric is above. Names as in --json, with dots."),
     ] = None,
+    field: Annotated[
+        str, typer.Option(help="Train field to compare, such as ref_log_probs or the train side's rollout_log_probs.")
+    ] = "log_probs",
     allow_pickle: AllowPickle = False,
     json: Json = False,
 ) -> None:
@@ -55,7 +58,7 @@ def compare(
         for pair in pairs:
             say(f"comparing {pair.rollout.name} ({len(comparisons) + 1} of {len(pairs)})")
             sources = pair.train[0] if len(pair.train) == 1 else pair.train
-            comparisons.append(analysis.compare(pair.rollout, sources, allow_pickle=allow_pickle))
+            comparisons.append(analysis.compare(pair.rollout, sources, allow_pickle=allow_pickle, field=field))
         above = [passed(one, thresholds) for one in comparisons]
     if json:
         records = [{**one, "passed_thresholds": over} for one, over in zip(comparisons, above, strict=True)]

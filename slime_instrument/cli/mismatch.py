@@ -32,6 +32,8 @@ def print_comparison(
         f"{comparison['n_joined']} samples joined ({comparison['n_rollout']} in the rollout, "
         f"{comparison['n_train']} in training), {comparison['n_tokens']} comparable tokens"
     )
+    if comparison["log_probs"]["field"] != "log_probs":
+        out.print(f"train side: {escape(comparison['log_probs']['field'])}")
     excluded = ", ".join(f"{n} {kind}" for kind, n in comparison["excluded"].items() if n)
     if excluded:
         out.print(f"left out: {excluded} (tokens; removed: samples)")

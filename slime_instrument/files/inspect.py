@@ -7,6 +7,7 @@ its directory; values are read for the one sample that was asked for.
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +43,7 @@ def inspect_dump(
         DumpFormatError: not a dump, not safe to read, or no such sample.
         OSError: the file is missing or may not be read.
     """
-    dump = read_dump(path, allow_pickle=allow_pickle)
+    dump = read_dump(path, allow_pickle=allow_pickle, compact=True)
     rank = dump.ranks[0] if isinstance(dump, TrainDump) and dump.ranks else None
     samples = dump.samples if rank is None else [rank.sample(i) for i in range(rank.n_samples)]
     record: dict[str, Any] = {
@@ -90,8 +91,9 @@ class _Summary:
             self.dtypes[str(value.dtype).removeprefix("torch.")] = None
             shape = list(value.shape)
         else:
-            self.types[type(value).__name__] = None
-            if isinstance(value, (list, tuple)):
+            # An array is a long list, in the form in which it was read.
+            self.types["list" if isinstance(value, array) else type(value).__name__] = None
+            if isinstance(value, (list, tuple, array)):
                 shape = [len(value)]
                 if value:
                     self.dtypes[type(value[0]).__name__] = None
@@ -140,7 +142,7 @@ def _shards(dump: TrainDump, rank: RankData | None) -> list[dict[str, Any]]:
     for shard in dump.dp_shards:
         record: dict[str, Any] = {"n_samples": counts.get(repr(shard.get("data_parallel_rank")), 0)}
         for name, value in shard.items():
-            whole = name in (*ID_COLUMNS, *LAYOUT_FIELDS) or not isinstance(value, (torch.Tensor, list, tuple))
+            whole = name in (*ID_COLUMNS, *LAYOUT_FIELDS) or not isinstance(value, (torch.Tensor, list, tuple, array))
             record[str(name)] = plain_value(value) if whole else _summaries([{name: value}])[str(name)]
         shards.append(record)
     return shards

@@ -57,10 +57,10 @@ def read_rollout_dump(path: PathLike, *, allow_pickle: bool = False, compact: bo
     return rollout_dump_of(file, load_dump(file, allow_pickle=allow_pickle, compact=compact))
 
 
-def read_dump(path: PathLike, *, allow_pickle: bool = False) -> TrainDump | RolloutDump:
-    """Read whichever dump ``path`` is. Errors as for the two readers above."""
+def read_dump(path: PathLike, *, allow_pickle: bool = False, compact: bool = False) -> TrainDump | RolloutDump:
+    """Read whichever dump ``path`` is. Arguments and errors as for the two readers above."""
     file = Path(path)
-    payload = load_dump(file, allow_pickle=allow_pickle)
+    payload = load_dump(file, allow_pickle=allow_pickle, compact=compact)
     if detect_kind(file, payload).startswith("train"):
         return train_dump_of(file, payload)
     return rollout_dump_of(file, payload)

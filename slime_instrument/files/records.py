@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,7 +102,7 @@ class RolloutDump:
 
 def column_length(column: Any) -> int | None:
     """Entries of a column of rollout_data; None for a value that is no column (a number, a string, a 0-d tensor)."""
-    if isinstance(column, (list, tuple)):
+    if isinstance(column, (list, tuple, array)):
         return len(column)
     shape = getattr(column, "shape", None)
     return int(shape[0]) if shape is not None and len(shape) else None

@@ -66,7 +66,7 @@ def validate_files(
         DumpFormatError: ``rollout`` cannot be read or is no rollout dump.
         OSError: ``rollout`` is missing or may not be read.
     """
-    source = read_rollout_dump(rollout, allow_pickle=allow_pickle) if rollout is not None else None
+    source = read_rollout_dump(rollout, allow_pickle=allow_pickle, compact=True) if rollout is not None else None
     report = ValidationReport()
     by_rollout: dict[int | None, list[TrainDump]] = {}
     for path in map(Path, paths):

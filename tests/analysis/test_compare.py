@@ -212,3 +212,14 @@ def test_the_record_is_a_dict_whose_keys_are_attributes() -> None:
     assert found.n_joined == found["n_joined"] == 4
     with pytest.raises(AttributeError):
         _ = found.no_such_metric
+
+
+def test_any_train_field_can_be_held_against_the_rollout() -> None:
+    dump, payload = pair([-1.0, -2.0], torch.tensor([-1.5, -2.5]))
+    payload["samples"][0]["ref_log_probs"] = torch.tensor([-1.25, -2.25])
+    source, trained = rollout_dump_of(Path("7.pt"), dump), train_dump_of(Path("7.pt"), payload)
+    found = compare(source, trained, field="ref_log_probs")
+    assert found["abs_diff"]["mean"] == 0.25
+    assert found["log_probs"]["field"] == "ref_log_probs"
+    with pytest.raises(DumpFormatError, match=r"log_probs, ref_log_probs.*found 'reflogprobs'"):
+        compare(source, trained, field="reflogprobs")

@@ -104,3 +104,34 @@ def test_a_large_field_is_described_and_not_materialised(tmp_path: Path) -> None
     assert record["bytes"] > 80 << 20
     assert record["fields"]["rollout_routed_experts"]["shape"]["max"] == [5, 4, 1 << 20]
     assert pages_read < 5_000  # 20 MB; the field alone has 20,000 pages
+
+
+@pytest.mark.parametrize("kind", ["v2", "rank", "rollout"])
+def test_long_lists_are_described_as_lists(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    n = 100  # enough for lists of numbers to be read as arrays
+    payloads = {
+        "v2": lambda: builders.v2([list(range(n))], responses=[2] * n, provenance=True),
+        "rank": lambda: {
+            "rollout_id": 7,
+            "rank": 0,
+            "rollout_data": {
+                "tokens": [torch.arange(5)] * n,
+                "total_lengths": [5] * n,
+                "response_lengths": [2] * n,
+                "sample_indices": list(range(n)),
+                "raw_reward": [0.5] * n,
+            },
+        },
+        "rollout": lambda: {
+            "rollout_id": 7,
+            "samples": [
+                {"index": i, "tokens": list(range(n)), "rollout_log_probs": [-0.5] * n, "loss_mask": [1] * n}
+                for i in range(3)
+            ],
+        },
+    }
+    path = builders.save(payloads[kind](), tmp_path / "7.pt")
+    found = inspect_dump(path, sample=1)
+    monkeypatch.setattr("slime_instrument.files.safe_load.load_mapped", lambda *_, **__: torch.load(path))
+    assert found == inspect_dump(path, sample=1)
+    assert "array" not in json.dumps(found)
