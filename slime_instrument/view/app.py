@@ -15,7 +15,7 @@ from textual.containers import VerticalScroll
 from textual.widgets import DataTable, Footer, Header, Input, Static
 from textual.worker import get_current_worker
 
-from slime_instrument.view.columns import COLUMNS, cell, value_of
+from slime_instrument.view.columns import COLUMNS, cell, ordered, value_of
 from slime_instrument.view.heat import MODES, PAGE, Tokens
 from slime_instrument.view.source import Row, Source, choose_files
 
@@ -136,11 +136,7 @@ class Viewer(App[None]):
     def refill(self) -> None:
         """Put the samples that fit the search into the table, sorted."""
         table = self.query_one(DataTable)
-        self.shown = [row for row in self.source.rows if row.matches(self.wanted)]
-        descending = self.sorted_by not in ("position", "index", "status", "findings")
-        known = [row for row in self.shown if value_of(row, self.sorted_by) is not None]
-        unknown = [row for row in self.shown if value_of(row, self.sorted_by) is None]
-        self.shown = sorted(known, key=lambda row: value_of(row, self.sorted_by), reverse=descending) + unknown
+        self.shown = ordered((row for row in self.source.rows if row.matches(self.wanted)), self.sorted_by)
         # Refilling moves the cursor about; only where it ends is a choice.
         with self.prevent(DataTable.RowHighlighted):
             table.clear()
