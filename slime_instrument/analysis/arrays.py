@@ -11,6 +11,8 @@ import torch
 __all__ = ["integers", "log_probs"]
 
 _DTYPES = {"i": torch.int32, "d": torch.float64}  # of what load_dump(compact=True) gives
+# What Python and torch raise for entries that are no numbers, too large, or tensors of several values.
+_NO_NUMBERS = (TypeError, ValueError, OverflowError, RuntimeError)
 
 
 def log_probs(value: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -31,12 +33,12 @@ def log_probs(value: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     try:
         # array is several times faster than torch.tensor on a list of Python floats.
         return torch.frombuffer(array("d", value), dtype=torch.float64).to(torch.float32), None
-    except (TypeError, OverflowError):
+    except _NO_NUMBERS:
         pass
     missing = torch.tensor([item is None for item in value])
     try:
         numbers = [math.nan if item is None else float(item) for item in value]
-    except (TypeError, ValueError, OverflowError):
+    except _NO_NUMBERS:
         return None
     return torch.tensor(numbers, dtype=torch.float64).to(torch.float32), missing if bool(missing.any()) else None
 
@@ -46,8 +48,10 @@ def integers(value: Any) -> torch.Tensor | None:
     if isinstance(value, torch.Tensor):
         if value.dim() != 1 or value.is_complex():
             return None
-        if value.is_floating_point() and not bool((value == value.round()).all()):
-            return None
+        if value.is_floating_point():
+            exact = value.detach().double()  # the shortest types cannot be rounded
+            if not bool((exact == exact.round()).all()):
+                return None
         return value.detach().to(torch.int64)
     if isinstance(value, array) and value.typecode == "i" and value:
         return torch.frombuffer(value, dtype=torch.int32).to(torch.int64)
@@ -57,10 +61,10 @@ def integers(value: Any) -> torch.Tensor | None:
         return torch.empty(0, dtype=torch.int64)
     try:
         return torch.frombuffer(array("q", value), dtype=torch.int64)
-    except (TypeError, OverflowError):
+    except _NO_NUMBERS:
         pass
     try:
         numbers = [int(item) for item in value]
-    except (TypeError, ValueError, OverflowError):
+        return torch.frombuffer(array("q", numbers), dtype=torch.int64) if numbers == list(value) else None
+    except _NO_NUMBERS:
         return None
-    return torch.tensor(numbers) if numbers == list(value) else None

@@ -8,12 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from slime_instrument.analysis.table import TokenTable
 
 __all__ = ["BLOCK_TOKENS", "Block", "blocks_of"]
 
@@ -95,28 +91,30 @@ class Block:
         return found
 
 
-def blocks_of(table: TokenTable, chosen: torch.Tensor) -> Iterator[Block]:
-    """The whole table, block by block.
+def blocks_of(
+    lengths: torch.Tensor, mask: torch.Tensor, rollout: torch.Tensor, train: torch.Tensor, chosen: torch.Tensor
+) -> Iterator[Block]:
+    """All tokens of ``S`` pairs, block by block.
 
     Args:
-        table: of ``S`` pairs and ``N`` tokens.
+        lengths: response lengths, int64, shape ``(S,)``; ``N`` is their sum.
+        mask, rollout, train: as in the blocks, but of all tokens, shape ``(N,)``.
         chosen: the tokens that count, bool, shape ``(N,)``.
     """
-    ends = table.lengths.cumsum(0)
+    ends = lengths.cumsum(0)
     first = start = 0
     while first < len(ends):
         last = max(first + 1, int(torch.searchsorted(ends, start + BLOCK_TOKENS, right=True)))
         tokens = slice(start, int(ends[last - 1]))
         part = chosen[tokens]
         everything = bool(part.all())
-        rollout, train = table.rollout[tokens], table.train[tokens]
         yield Block(
             pairs=slice(first, last),
             tokens=tokens,
-            lengths=table.lengths[first:last],
+            lengths=lengths[first:last],
             chosen=None if everything else part,
-            mask=table.mask[tokens],
-            rollout=rollout if everything else rollout[part],
-            train=train if everything else train[part],
+            mask=mask[tokens],
+            rollout=rollout[tokens] if everything else rollout[tokens][part],
+            train=train[tokens] if everything else train[tokens][part],
         )
         first, start = last, tokens.stop

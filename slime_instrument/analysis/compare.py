@@ -16,6 +16,7 @@ from slime_instrument.analysis.table import TokenTable
 from slime_instrument.analysis.tabulate import tabulate
 from slime_instrument.errors import DumpFormatError, five_parts
 from slime_instrument.files.mapped import mappings
+from slime_instrument.files.plain import plain_value
 from slime_instrument.files.reader import read_rollout_dump, read_train_dump
 from slime_instrument.files.records import RolloutDump, TrainDump
 from slime_instrument.files.schema import PROVENANCE
@@ -136,7 +137,7 @@ def compare(
 
 
 def _no_such_field(train: TrainDump, field: str) -> str:
-    per_token = {name for sample in train.samples for name in sample if name.endswith("log_probs")}
+    per_token = {str(name) for sample in train.samples for name in sample if str(name).endswith("log_probs")}
     return five_parts(
         str(train.path),
         expected="a field that its samples hold: " + (", ".join(sorted(per_token)) or "they hold no log-probs"),
@@ -153,5 +154,5 @@ def _origin(train: TrainDump, field: str) -> dict[str, Any]:
         if isinstance(provenance, dict):
             fields = provenance.get("fields")
             origin = fields.get(field) if isinstance(fields, dict) else None
-            return {"field": field, "origin": origin, "absent": provenance.get(field)}
+            return {"field": field, "origin": plain_value(origin), "absent": plain_value(provenance.get(field))}
     return {"field": field, "origin": None, "absent": None}

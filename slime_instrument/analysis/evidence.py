@@ -14,6 +14,7 @@ from slime_instrument.analysis.join import Join
 from slime_instrument.analysis.percentiles import percentiles
 from slime_instrument.analysis.sums import PairSums
 from slime_instrument.analysis.table import TokenTable
+from slime_instrument.files.plain import plain_value
 from slime_instrument.files.records import RolloutDump, TrainDump
 
 __all__ = ["Finding", "View"]
@@ -38,8 +39,13 @@ class Finding:
     tokens: torch.Tensor | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Without ``tokens``."""
-        return {"code": self.code, "message": self.message, "samples": self.samples, "evidence": self.evidence}
+        """Without ``tokens``, as plain values; what is not finite is None."""
+        return {
+            "code": self.code,
+            "message": self.message,
+            "samples": self.samples,
+            "evidence": plain_value(self.evidence),
+        }
 
 
 @dataclass(frozen=True)

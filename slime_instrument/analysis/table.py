@@ -95,7 +95,8 @@ class TokenTable:
         Args:
             chosen: the tokens that count, bool, shape ``(N,)``; by default the comparable ones.
         """
-        return blocks_of(self, self.comparable if chosen is None else chosen)
+        chosen = self.comparable if chosen is None else chosen
+        return blocks_of(self.lengths, self.mask, self.rollout, self.train, chosen)
 
     def tokens_of(self, pair: int) -> slice:
         """Where the tokens of one pair stand."""

@@ -10,7 +10,7 @@ import torch
 from slime_instrument.analysis.arrays import integers, log_probs
 from slime_instrument.analysis.join import Pair
 from slime_instrument.analysis.table import FILLER, KINDS, TokenTable
-from slime_instrument.files.checks.values import length_of, whole_number
+from slime_instrument.files.checks.values import length_of, truth, whole_number
 
 __all__ = ["tabulate"]
 
@@ -25,7 +25,7 @@ def tabulate(pairs: Sequence[Pair], *, train_field: str = "log_probs") -> TokenT
         train_field: field of the train side to compare with ``rollout_log_probs``.
     """
     problems: list[str] = []
-    lengths = [_response_length(pair) for pair in pairs]
+    lengths = [_response_length(pair, train_field) for pair in pairs]
     total = sum(lengths)
     theirs = _LogProbs("rollout", "rollout_log_probs", problems, total)
     ours = _LogProbs("train", train_field, problems, total)
@@ -41,7 +41,7 @@ def tabulate(pairs: Sequence[Pair], *, train_field: str = "log_probs") -> TokenT
         rollout_masks.add(pair, pair.rollout.get("loss_mask"), n)
     kind = _kinds(theirs.flat, ours.flat, masks.flat, theirs.missing | ours.missing)
     length = torch.tensor(lengths, dtype=torch.int64)
-    removed = torch.tensor([bool(pair.rollout.get("remove_sample")) for pair in pairs], dtype=torch.bool)
+    removed = torch.tensor([truth(pair.rollout.get("remove_sample")) for pair in pairs], dtype=torch.bool)
     if bool(removed.any()):
         kind[removed.repeat_interleave(length)] = KINDS.index("removed")
     return TokenTable(
@@ -125,11 +125,16 @@ def _problem(side: str, name: str, pair: Pair, found: str, n: int) -> str:
     return f"{side} sample at position {pair.position}: {name} has {found}, but the response has {n} tokens"
 
 
-def _response_length(pair: Pair) -> int:
+def _response_length(pair: Pair, train_field: str) -> int:
+    """As stated, but never more than the longest value that the pair holds: a damaged file may state anything."""
+    names = ("tokens", "loss_masks", train_field)
+    held = [pair.train.get(name) for name in names]
+    held += [pair.rollout.get(name) for name in ("tokens", "loss_mask", "rollout_log_probs")]
+    longest = max(length_of(value) or 0 for value in held)
     for value in (pair.train.get("response_lengths"), pair.rollout.get("response_length")):
         number = whole_number(value)
         if number is not None and number >= 0:
-            return number
+            return min(number, longest)
     return length_of(pair.train.get("loss_masks")) or 0
 
 

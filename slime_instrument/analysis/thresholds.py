@@ -30,18 +30,18 @@ def parse_threshold(text: str) -> Threshold:
     """Parse ``METRIC=VALUE``. ``abs_diff`` alone means its mean.
 
     Raises:
-        ThresholdError: not of that form, or the value is no number.
+        ThresholdError: not of that form, or the value is no finite number.
     """
     metric, equals, value = text.partition("=")
     try:
         limit = float(value)
     except ValueError:
         limit = math.nan
-    if not equals or not metric.strip() or math.isnan(limit):
+    if not equals or not metric.strip() or not math.isfinite(limit):
         raise ThresholdError(
             five_parts(
                 "--fail-above",
-                expected="METRIC=VALUE with a number",
+                expected="METRIC=VALUE with a finite number",
                 found=repr(text),
                 follows="Nothing was compared.",
                 next_step="Example: --fail-above abs_diff.mean=0.05",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from slime_instrument.analysis.compare import Comparison
 from slime_instrument.errors import DumpFormatError
+from slime_instrument.files.checks.values import whole_number, whole_number_in
 from slime_instrument.files.containers import unusable
 from slime_instrument.files.reader import detect_kind
 from slime_instrument.files.safe_load import load_dump
@@ -45,6 +47,8 @@ def pair_files(rollout: Path, train: Sequence[Path], *, allow_pickle: bool = Fal
     for path in _files([rollout]):
         kind, rollout_id = _identify(path, allow_pickle)
         if kind == "rollout":
+            if rollout_id in rollouts:
+                raise unusable(path, f"is of rollout {rollout_id}, and so is {rollouts[rollout_id]}")
             rollouts[rollout_id] = path
         elif path == rollout:
             raise unusable(path, f"is a {kind} dump; expected the dump of a training rollout")
@@ -86,7 +90,7 @@ def _identify(path: Path, allow_pickle: bool) -> tuple[str, int | None]:
     """Kind and rollout id. Loading maps the tensors; their values stay unread."""
     payload = load_dump(path, allow_pickle=allow_pickle, compact=True)
     kind = detect_kind(path, payload)
-    if isinstance(payload, dict) and isinstance(payload.get("rollout_id"), int):
-        return kind, payload["rollout_id"]
-    digits = "".join(character for character in path.stem.split("_")[0] if character.isdigit())
-    return kind, int(digits) if digits else None
+    stated = whole_number(payload.get("rollout_id")) if isinstance(payload, dict) else None
+    if stated is not None:
+        return kind, stated
+    return kind, whole_number_in("".join(re.findall(r"[0-9]", path.stem.split("_")[0])))

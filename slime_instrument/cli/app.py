@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Annotated
@@ -53,6 +54,10 @@ def main(arguments: list[str] | None = None) -> None:
     if switch.is_on() is None:
         # Importing the package armed this process too. It will not train, and `status` tells of the environment.
         waiting.cancel()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that is not UTF-8, or half of a surrogate pair from a file, ends no command.
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(args=arguments, prog_name="slime-instrument")
     except BrokenPipeError:

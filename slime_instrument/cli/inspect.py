@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from slime_instrument.cli.output import AllowPickle, Json, console, print_json, reporting_errors
+from slime_instrument.cli.output import AllowPickle, Json, console, print_json, reporting_errors, shown
 
 _EPILOG = "Example: slime-instrument inspect dumps/train_data/0.pt --sample 3"
 
@@ -32,18 +32,16 @@ def inspect(
 
 
 def _print(record: dict[str, Any]) -> None:
-    from rich.markup import escape
-
     out = console()
     version = f", format version {record['format_version']}" if record["format_version"] is not None else ""
-    out.print(escape(f"{record['file']}: {record['kind']}{version}, {record['bytes']} bytes"))
+    out.print(shown(f"{record['file']}: {record['kind']}{version}, {record['bytes']} bytes"))
     out.print(f"rollout {record['rollout_id']}, {record['n_samples']} samples")
     for shard in record["dp_shards"]:
         rank = shard.get("data_parallel_rank")
         whose = (
-            f"data-parallel rank {rank}, from rank {shard.get('rank')}" if rank is not None else f"rank {shard['rank']}"
+            f"rank {shard.get('rank')}" if rank is None else f"data-parallel rank {rank}, from rank {shard.get('rank')}"
         )
-        out.print(f"  {whose}: {shard['n_samples']} samples")
+        out.print(shown(f"  {whose}: {shard['n_samples']} samples"))
     _print_fields("field", record["fields"])
     if record["whole_batch"]:
         _print_fields("whole batch", record["whole_batch"])
@@ -54,11 +52,10 @@ def _print(record: dict[str, Any]) -> None:
             beside = (
                 "" if counts is None else f"  [not finite: {', '.join(f'{k} {n}' for k, n in counts.items() if n)}]"
             )
-            out.print(escape(f"  {name}: {_shorten(value)}{beside}"))
+            out.print(shown(f"  {name}: {_shorten(value)}{beside}"))
 
 
 def _print_fields(heading: str, fields: dict[str, Any]) -> None:
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -67,7 +64,7 @@ def _print_fields(heading: str, fields: dict[str, Any]) -> None:
     for name, summary in fields.items():
         kind = " of ".join(part for part in (summary["type"], summary["dtype"]) if part) or "None"
         count = str(summary["samples"]) + (f" ({summary['none']} None)" if summary["none"] else "")
-        table.add_row(escape(name), escape(kind), _shape(summary["shape"]), count)
+        table.add_row(shown(name), shown(kind), _shape(summary["shape"]), count)
     console().print(table)
 
 

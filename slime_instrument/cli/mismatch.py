@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from slime_instrument.cli.output import console
+from slime_instrument.cli.output import console, shown
 
 if TYPE_CHECKING:
     from slime_instrument.analysis.compare import Comparison
@@ -22,18 +22,17 @@ def print_comparison(
     comparison: Comparison, above: Sequence[dict[str, Any]], thresholds: Sequence[Threshold] = ()
 ) -> None:
     """Print one comparison; ``above``: the thresholds that it passed."""
-    from rich.markup import escape
     from rich.table import Table
 
     out = console()
     files = ", ".join(comparison["train"][:2]) + (" …" if len(comparison["train"]) > 2 else "")
-    out.print(escape(f"rollout {comparison['rollout_id']}: {comparison['rollout']} against {files}"))
+    out.print(shown(f"rollout {comparison['rollout_id']}: {comparison['rollout']} against {files}"))
     out.print(
         f"{comparison['n_joined']} samples joined ({comparison['n_rollout']} in the rollout, "
         f"{comparison['n_train']} in training), {comparison['n_tokens']} comparable tokens"
     )
     if comparison["log_probs"]["field"] != "log_probs":
-        out.print(f"train side: {escape(comparison['log_probs']['field'])}")
+        out.print(f"train side: {shown(comparison['log_probs']['field'])}")
     excluded = ", ".join(f"{n} {kind}" for kind, n in comparison["excluded"].items() if n)
     if excluded:
         out.print(f"left out: {excluded} (tokens; removed: samples)")
@@ -47,12 +46,12 @@ def print_comparison(
         out.print(table)
         _print_histogram(comparison)
     for finding in comparison.diagnosis:
-        out.print(f"[bold red]{escape(finding.code)}[/] {escape(finding.message)}")
+        out.print(f"[bold red]{shown(finding.code)}[/] {shown(finding.message)}")
         positions = ", ".join(map(str, finding.samples[:_SHOWN]))
         more = f" … ({len(finding.samples)} in all)" if len(finding.samples) > _SHOWN else ""
         out.print(f"  positions {positions}{more}; docs/findings.md, section {finding.code}")
     for warning in comparison["warnings"][:_SHOWN]:
-        out.print(f"[yellow]warning[/] {escape(warning)}")
+        out.print(f"[yellow]warning[/] {shown(warning)}")
     for over in above:
         out.print(f"[bold red]above the threshold[/] {over['metric']} = {over['value']:.6g} > {over['limit']:g}")
     if not comparison.diagnosis and not above:

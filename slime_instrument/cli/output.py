@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -30,7 +31,10 @@ __all__ = [
     "print_json",
     "progress",
     "reporting_errors",
+    "shown",
 ]
+
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 FINE, WRONG, CANNOT_LOOK = 0, 1, 2
 
@@ -49,14 +53,26 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 10_000, highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
+def shown(value: Any) -> str:
+    """A value from a file for :func:`console`: its brackets are no markup, its control characters no commands."""
+    from rich.markup import escape
+
+    return escape(_printable(str(value)))
+
+
 def print_json(document: Any) -> None:
-    """Print one document as strict JSON: no NaN, no Infinity."""
-    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False, default=str) + "\n")
+    """Print one document as strict JSON: no NaN, no Infinity. What stdout cannot encode is escaped as JSON does it."""
+    text = json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False, default=str)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # another encoding, or half of a surrogate pair from a file or its name
+        text = json.dumps(document, indent=2, allow_nan=False, default=str)
+    sys.stdout.write(text + "\n")
 
 
 def note(text: str) -> None:
     """Say something beside the result."""
-    print(text, file=sys.stderr)
+    print(_printable(text), file=sys.stderr)
 
 
 def finish(code: int) -> NoReturn:
@@ -100,3 +116,7 @@ def progress(start: str) -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status(escape(start)) as status:
         yield lambda text: status.update(escape(text))
+
+
+def _printable(text: str) -> str:
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)

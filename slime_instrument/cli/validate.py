@@ -17,6 +17,7 @@ from slime_instrument.cli.output import (
     note,
     print_json,
     reporting_errors,
+    shown,
 )
 
 if TYPE_CHECKING:
@@ -61,8 +62,6 @@ def validate(
 
 
 def _print(level: str, findings: list[Finding]) -> None:
-    from rich.markup import escape
-
     out = console()
     colour = {"error": "red", "warning": "yellow"}[level]
     by_code: dict[str, list[Finding]] = {}
@@ -70,7 +69,7 @@ def _print(level: str, findings: list[Finding]) -> None:
         by_code.setdefault(finding.code, []).append(finding)
     for code, group in by_code.items():
         for finding in group[:_SHOWN_PER_CODE]:
-            out.print(f"[{colour}]{level}[/] {escape(f'{finding.file}: [{code}] {finding.message}')}")
+            out.print(f"[{colour}]{level}[/] {shown(f'{finding.file}: [{code}] {finding.message}')}")
         if len(group) > _SHOWN_PER_CODE:
             out.print(f"  and {len(group) - _SHOWN_PER_CODE} more of {code} (--json has all of them)")
 

@@ -17,8 +17,9 @@ from slime_instrument.dump.shard import contribute
 from slime_instrument.dump.topology import Topology
 from slime_instrument.errors import DumpError, DumpFormatError
 from slime_instrument.files.checks.values import as_ints, length_of, show
+from slime_instrument.files.columns import padded_lengths, refuse_malformed, whole_fields
 from slime_instrument.files.containers import unusable
-from slime_instrument.files.legacy import Layout, Place, find_layout, padded_lengths
+from slime_instrument.files.legacy import Layout, Place, find_layout
 from slime_instrument.files.positions import find_positions
 from slime_instrument.files.reader import read_rollout_dump, read_train_dump, train_dump_of
 from slime_instrument.files.records import RankData, RolloutDump, TrainDump
@@ -112,6 +113,7 @@ def convert_dump(
     """
     if dump.kind != "train-rank":
         raise unusable(dump.path, "is a v2 dump already")
+    refuse_malformed(dump.ranks)
     layout = find_layout(dump.ranks, tp=tp, pp=pp, cp=cp, dp=dp, order=order)
     warnings: list[str] = []
     present = {rank.rank for rank in dump.ranks}
@@ -168,7 +170,7 @@ def _restored(sources: dict[int, list[RankData]], layout: Layout) -> list[Shard]
         # A stage before the last lacks fields; what one part lacks cannot be restored from the others.
         common = set.intersection(*({k for k, v in rank.rollout_data.items() if v is not None} for rank in ranks))
         for cp, rank in enumerate(ranks):
-            data = _whole_fields(rank, common)
+            data = whole_fields(rank, common)
             padded = padded_lengths(data)
             contribution = contribute(
                 data,
@@ -179,33 +181,6 @@ def _restored(sources: dict[int, list[RankData]], layout: Layout) -> list[Shard]
             )
             parts.append(Part(contribution.manifest, contribution.packer.flats()))
     return restore(parts, layout.cp, CONTEXT_PARALLEL_FIELDS)
-
-
-def _whole_fields(rank: RankData, common: set[str]) -> dict[str, Any]:
-    """The rank's columns, with response-level values as tensors and the teacher's cut to the response."""
-    data = {
-        name: value
-        for name, value in rank.rollout_data.items()
-        if name not in CONTEXT_PARALLEL_FIELDS or name in common
-    }
-    data["total_lengths"], data["response_lengths"] = list(data["total_lengths"]), list(data["response_lengths"])
-    for name in CONTEXT_PARALLEL_FIELDS:
-        values = data.get(name)
-        if not isinstance(values, (list, tuple)):
-            continue
-        tensors = [
-            value if isinstance(value, torch.Tensor) or value is None else torch.tensor(value, dtype=torch.float32)
-            for value in values
-        ]
-        if name == "teacher_log_probs":
-            # Up to v0.2.1 slime does not slice them; some servers answer for the prompt too.
-            lengths = zip(tensors, data["total_lengths"], data["response_lengths"], strict=True)
-            tensors = [
-                one[len(one) - response :] if one is not None and len(one) == total > response else one
-                for one, total, response in lengths
-            ]
-        data[name] = tensors
-    return data
 
 
 def _topology(rank: int, dp: int, cp: int, layout: Layout) -> Topology:

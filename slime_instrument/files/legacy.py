@@ -8,6 +8,7 @@ values; only the last pipeline stage holds what the loss computed.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,11 +17,12 @@ import torch
 
 from slime_instrument.dump.zigzag import shard_lengths
 from slime_instrument.errors import DumpFormatError, five_parts
-from slime_instrument.files.checks.values import as_ints, length_of, show
+from slime_instrument.files.checks.values import as_ints, as_list, length_of, show
+from slime_instrument.files.columns import padded_lengths
 from slime_instrument.files.records import RankData
 from slime_instrument.files.schema import CONTEXT_PARALLEL_FIELDS
 
-__all__ = ["DEFAULT_ORDER", "Layout", "Place", "find_layout", "padded_lengths"]
+__all__ = ["DEFAULT_ORDER", "Layout", "Place", "find_layout"]
 
 DEFAULT_ORDER = "tp-cp-dp-pp"
 ORDERS = (DEFAULT_ORDER, "tp-cp-pp-dp")
@@ -107,11 +109,6 @@ def find_layout(
         if fitting:
             return _only(ranks, files, fitting)
     raise DumpFormatError(_refusal(ranks, "no sizes of tensor, pipeline and context parallelism explain them"))
-
-
-def padded_lengths(data: Any) -> list[int] | None:
-    """Per sample the length that chunks were cut from in the bshd layout (v0.2.2 to v0.3.0); None in any other."""
-    return as_ints(data.get("max_seq_lens"))
 
 
 class _Files:
@@ -205,7 +202,8 @@ def _sizes(
     world: int, tp: int | None, pp: int | None, cp: int | None, dp: int | None
 ) -> Iterator[tuple[int, int, int, int]]:
     """tp, pp, cp and dp whose product is ``world``; the fewest context-parallel and pipeline ranks first."""
-    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    small = [n for n in range(1, math.isqrt(world) + 1) if world % n == 0]
+    divisors = sorted({*small, *(world // n for n in small)})
     for c, p, t in itertools.product(
         *([one] if one is not None else divisors for one in (cp, pp, tp)),
     ):
@@ -215,7 +213,7 @@ def _sizes(
 
 def _content(rank: RankData) -> Any:
     """What the ranks of one data-parallel group hold alike: tokens and indices."""
-    tokens = rank.rollout_data.get("tokens") or ()
+    tokens = as_list(rank.rollout_data.get("tokens")) or ()
     indices = as_ints(rank.rollout_data.get("sample_indices"))
     parts = tuple(one.contiguous().numpy().tobytes() if isinstance(one, torch.Tensor) else tuple(one) for one in tokens)
     return (parts, tuple(indices) if indices is not None else None) if parts else None

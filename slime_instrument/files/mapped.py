@@ -21,22 +21,11 @@ from typing import Any, ClassVar
 import torch
 
 from slime_instrument.files.containers import Archive, record_bounds
+from slime_instrument.files.mapped_tensors import STORAGE_TYPES, RebuildTensor, StorageType, Unfamiliar
 from slime_instrument.files.unpickling import Inert
 
 __all__ = ["Mappings", "Unfamiliar", "load_mapped", "mappings"]
 
-_DTYPES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-}
 # Picklers write a list as batches of at most this many items, each between MARK and APPENDS.
 _BATCH = 1000
 _INTEGERS = re.compile(rb"(?:K.|M..|J....){2,%d}" % _BATCH, re.DOTALL)
@@ -44,6 +33,9 @@ _FLOATS = re.compile(rb"(?:G.{8}){2,%d}" % _BATCH, re.DOTALL)
 _LONG = 64  # shorter lists stay lists
 _MARK, _APPENDS = pickle.MARK[0], pickle.APPENDS[0]
 _MEMO_SIZES = {pickle.BINPUT[0]: 2, pickle.LONG_BINPUT[0]: 5, pickle.MEMOIZE[0]: 1}
+
+# What torch does not write. Frames are read ahead, so the file would stand somewhere else than the unpickler.
+_NOT_WRITTEN = (pickle.FRAME, pickle.DUP, pickle.POP, pickle.POP_MARK, pickle.GET)
 
 
 class Mappings:
@@ -75,10 +67,6 @@ def mappings() -> Iterator[Mappings]:
         _CURRENT.reset(token)
 
 
-class Unfamiliar(Exception):
-    """The file holds something that this loader leaves to torch's."""
-
-
 def load_mapped(path: Path, archive: Archive, *, compact: bool) -> Any:
     """Load the object in a file that torch.save wrote.
 
@@ -103,33 +91,6 @@ def load_mapped(path: Path, archive: Archive, *, compact: bool) -> Any:
     return _Mapped(path, content, archive, compact=compact).load()
 
 
-class _Storage:
-    """A type of storage as the pickle names it. Not callable."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-
-class _Tensor:
-    """Stands for the function that rebuilds a tensor; the unpickler calls :meth:`__call__` with what the file says."""
-
-    def __call__(
-        self, base: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, *_hooks: Any
-    ) -> torch.Tensor:
-        numbers = (offset, *size, *stride)
-        if not isinstance(base, torch.Tensor) or requires_grad is True or len(size) != len(stride):
-            raise Unfamiliar("tensor")
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise Unfamiliar("tensor")
-        if size == (len(base),) and stride == (1,) and offset == 0:
-            return base
-        if 0 not in size:
-            last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-            if last >= len(base):
-                raise Unfamiliar("tensor outside of its storage")
-        return base.as_strided(size, stride, offset)
-
-
 def _fits(value: Any, numbers: array[Any]) -> bool:
     """Whether ``numbers`` can take up ``value`` and give it back as it is."""
     if numbers.typecode == "d":
@@ -144,7 +105,9 @@ class _Mapped(Inert):
     stack: list[Any]
     memo: dict[int, Any]
     append: Callable[[Any], None]
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(Inert.dispatch)
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        code: handler for code, handler in Inert.dispatch.items() if bytes([code]) not in _NOT_WRITTEN
+    }
 
     def __init__(self, path: Path, content: mmap.mmap, archive: Archive, *, compact: bool) -> None:
         self.start, self.end = record_bounds(path, content, archive.pickle)
@@ -154,19 +117,21 @@ class _Mapped(Inert):
         self.storages: dict[str, torch.Tensor] = {}
         self.keys: dict[int, int] = {}
         """id of an array -> its number in the memo, which keeps it alive."""
+        self.shared: set[int] = set()
+        """ids of arrays that stand in several places."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _Tensor()
-        if module == "torch" and name in _DTYPES:
-            return _Storage(_DTYPES[name])
+            return RebuildTensor()
+        if module == "torch" and name in STORAGE_TYPES:
+            return StorageType(STORAGE_TYPES[name])
         raise Unfamiliar(f"{module}.{name}")
 
     def persistent_load(self, saved_id: Any) -> torch.Tensor:
         _, kind, key, _, numel = saved_id
-        if not isinstance(kind, _Storage) or type(key) is not str or type(numel) is not int or numel < 0:
+        if not isinstance(kind, StorageType) or type(key) is not str or type(numel) is not int or numel < 0:
             raise Unfamiliar("storage")
         if key not in self.storages:
             start, end = record_bounds(self.path, self.content, self.records[f"data/{key}"])
@@ -212,7 +177,7 @@ class _Mapped(Inert):
             self.content.seek(at + 1)
             self.dispatch[self.content[at]](self)
             self.content.seek(behind)
-            self.keys[id(numbers)] = next(reversed(self.memo))
+            self.keys[id(numbers)] = next(key for key in reversed(self.memo) if self.memo[key] is self.stack[-1])
 
     def load_mark(self) -> None:
         goal = self.stack[-1] if self.stack else None
@@ -239,11 +204,21 @@ class _Mapped(Inert):
             goal = self._as_list(goal)
         goal.extend(values)
 
+    def load_binget(self) -> None:
+        super().load_binget()  # type: ignore[misc]
+        self._share()
+
+    def load_long_binget(self) -> None:
+        super().load_long_binget()  # type: ignore[misc]
+        self._share()
+
     def load_build(self) -> None:
         raise Unfamiliar("an object with a state")
 
     def _as_list(self, numbers: array[Any]) -> list[Any]:
-        """Turn an array back into the list that it stands for; nothing but the stack and the memo know it yet."""
+        """Turn an array back into the list that it stands for, on the stack and in the memo."""
+        if id(numbers) in self.shared:
+            raise Unfamiliar("a list that grows after it was used")
         found = numbers.tolist()
         self.stack[-1] = found
         key = self.keys.get(id(numbers), -1)
@@ -251,6 +226,12 @@ class _Mapped(Inert):
             self.memo[key] = found
         return found
 
+    def _share(self) -> None:
+        if isinstance(self.stack[-1], array):
+            self.shared.add(id(self.stack[-1]))
+
+    dispatch[pickle.BINGET[0]] = load_binget
+    dispatch[pickle.LONG_BINGET[0]] = load_long_binget
     dispatch[pickle.EMPTY_LIST[0]] = load_empty_list
     dispatch[pickle.MARK[0]] = load_mark
     dispatch[pickle.APPEND[0]] = load_append

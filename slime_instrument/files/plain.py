@@ -12,6 +12,8 @@ import torch
 
 __all__ = ["NonFinite", "plain_value"]
 
+_DEEPEST = 128  # no dump is; a trusted pickle can hold a list that contains itself
+
 
 @dataclass
 class NonFinite:
@@ -42,8 +44,14 @@ def plain_value(value: Any, counts: dict[str, NonFinite] | None = None, name: st
         counts: takes up, under ``name``, how many values were not finite and are None in the result.
         name: the field that the value belongs to.
     """
+    return _plain(value, counts, name, 0)
+
+
+def _plain(value: Any, counts: dict[str, NonFinite] | None, name: str, depth: int) -> Any:
+    if depth > _DEEPEST:
+        return "<nested too deep>"
     if isinstance(value, torch.Tensor):
-        return plain_value(value.detach().tolist(), counts, name)
+        return _plain(value.detach().tolist(), counts, name, depth)
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -53,15 +61,15 @@ def plain_value(value: Any, counts: dict[str, NonFinite] | None = None, name: st
             counts.setdefault(name, NonFinite()).add(value)
         return None
     if isinstance(value, Mapping):
-        return {str(key): plain_value(item, counts, name) for key, item in value.items()}
+        return {str(key): _plain(item, counts, name, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple, array, set, frozenset)):
-        return [plain_value(item, counts, name) for item in value]
+        return [_plain(item, counts, name, depth + 1) for item in value]
     if isinstance(value, bytes):
         return value.decode("utf-8", "backslashreplace")
     if isinstance(value, complex):
         return str(value)
     item = getattr(value, "item", None)
     if callable(item) and not getattr(value, "shape", None):
-        return plain_value(item(), counts, name)  # a NumPy scalar
+        return _plain(item(), counts, name, depth + 1)  # a NumPy scalar
     kind = type(value)
     return f"<{getattr(value, 'qualified_name', '') or f'{kind.__module__}.{kind.__qualname__}'}>"

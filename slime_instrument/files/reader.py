@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_instrument.errors import DumpFormatError
+from slime_instrument.files.checks.values import brief, whole_number
 from slime_instrument.files.containers import unusable
 from slime_instrument.files.records import RankData, RolloutDump, TrainDump
 from slime_instrument.files.safe_load import load_dump
@@ -101,8 +102,8 @@ def train_dump_of(path: Path, payload: Any) -> TrainDump:
     if kind != "train-v2":
         raise unusable(path, f"is a {kind} dump, not a train dump")
     version = payload.get("format_version")
-    if version != FORMAT_VERSION:
-        raise unusable(path, f"has format_version {version!r}; this release reads {FORMAT_VERSION}")
+    if whole_number(version) != FORMAT_VERSION:
+        raise unusable(path, f"has format_version {brief(version)}; this release reads {FORMAT_VERSION}")
     samples, shards = payload.get("samples"), payload.get("dp_shards")
     for name, value in (("samples", samples), ("dp_shards", shards)):
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
@@ -113,8 +114,8 @@ def train_dump_of(path: Path, payload: Any) -> TrainDump:
         paths=(path,),
         kind="train-v2",
         format_version=FORMAT_VERSION,
-        rollout_id=_integer(payload.get("rollout_id")),
-        rank=_integer(payload.get("rank")),
+        rollout_id=whole_number(payload.get("rollout_id")),
+        rank=whole_number(payload.get("rank")),
         samples=samples,
         dp_shards=shards,
         whole_batch={key: value for key, value in payload.items() if key not in REQUIRED_TOP_LEVEL_KEYS},
@@ -133,7 +134,7 @@ def rollout_dump_of(path: Path, payload: Any) -> RolloutDump:
     samples = payload["samples"] if isinstance(payload, dict) else payload
     if not isinstance(samples, (list, tuple)) or not all(isinstance(sample, dict) for sample in samples):
         raise unusable(path, "has no list of dicts under 'samples'")
-    rollout_id = _integer(payload.get("rollout_id")) if isinstance(payload, dict) else None
+    rollout_id = whole_number(payload.get("rollout_id")) if isinstance(payload, dict) else None
     if rollout_id is None:
         numbers = re.findall(r"\d+", path.stem)
         rollout_id = int(numbers[-1]) if numbers else None
@@ -142,14 +143,14 @@ def rollout_dump_of(path: Path, payload: Any) -> RolloutDump:
 
 def _rank_dump(path: Path, payload: dict[str, Any]) -> TrainDump:
     data = payload["rollout_data"]
-    rank = _integer(payload.get("rank"))
+    rank = whole_number(payload.get("rank"))
     if not isinstance(data, dict) or rank is None:
         raise unusable(path, "is an old train dump without a rank or without columns in rollout_data")
     return TrainDump(
         paths=(path,),
         kind="train-rank",
         format_version=None,
-        rollout_id=_integer(payload.get("rollout_id")),
+        rollout_id=whole_number(payload.get("rollout_id")),
         rank=rank,
         whole_batch={key: data[key] for key in WHOLE_BATCH_FIELDS if key in data},
         ranks=(RankData(path=path, rank=rank, rollout_data=data),),
@@ -179,7 +180,3 @@ def _join_ranks(dumps: list[TrainDump]) -> TrainDump:
         whole_batch=first.whole_batch,
         ranks=tuple(dump.ranks[0] for dump in ordered),
     )
-
-
-def _integer(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

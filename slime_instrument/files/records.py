@@ -33,8 +33,8 @@ class RankData:
     @property
     def n_samples(self) -> int:
         """Samples on this rank. Ranks of one data-parallel group hold the same ones."""
-        lengths = self.rollout_data.get("response_lengths")
-        return len(lengths) if lengths is not None else len(self.rollout_data.get("tokens") or ())
+        lengths = (column_length(self.rollout_data.get(name)) for name in ("response_lengths", "tokens"))
+        return next((length for length in lengths if length is not None), 0)
 
     def sample(self, position: int) -> Sample:
         """Every per-sample value of one local sample, under its column's name."""

@@ -10,7 +10,7 @@ import contextlib
 import pickle
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sized
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = ["load_dump"]
 
 _SCALARS = frozenset({int, float, str, bool, type(None), bytes})
 _MAX_DEPTH = 64
+_MOST_UNFOLDED = 256  # values per byte of the file; what the samples of one prompt share is far below
 
 
 def load_dump(path: str | Path, *, allow_pickle: bool = False, compact: bool = False) -> Any:
@@ -141,34 +142,65 @@ def _check_tensors(path: Path, payload: Any, container: Container) -> None:
     Nothing is read: a mapped tensor costs memory only when somebody touches it, and this is what happens next.
     """
     storages: dict[int, int] = {}
-    seen: set[int] = set()
-    pending: list[tuple[Any, int]] = [(payload, 0)]
+    for value in _walk(path, payload, container):
+        if value.layout is not torch.strided or value.device.type != "cpu" or value.is_quantized:
+            raise unusable(path, f"holds a tensor of layout {value.layout} on {value.device}")
+        declared = value.numel() * value.element_size()
+        if declared > container.size:
+            # Repeated by stride 0: valid for torch, but anybody who reads it would take that much memory.
+            raise unusable(path, f"holds a tensor of {declared} bytes, but the file has {container.size}")
+        storage = value.untyped_storage()
+        if storage.nbytes():
+            storages[storage.data_ptr()] = max(storage.nbytes(), storages.get(storage.data_ptr(), 0))
+    _refuse_oversize(path, sum(storages.values()), container)
+
+
+def _walk(path: Path, payload: Any, container: Container) -> Iterator[torch.Tensor]:
+    """Every tensor in the payload, and a refusal of what could not be written out: parts that hold themselves, and
+    lists of lists of the same list, which a small file can unfold into any number of values."""
+    known: dict[int, tuple[int, int]] = {}  # of a container: how deep it is, and how many values it unfolds into
+    above: set[int] = set()
+    pending: list[tuple[Any, list[Any] | None]] = [(payload, None)]
     while pending:
-        value, depth = pending.pop()
+        value, parts = pending.pop()
         if isinstance(value, torch.Tensor):
-            if value.layout is not torch.strided or value.device.type != "cpu" or value.is_quantized:
-                raise unusable(path, f"holds a tensor of layout {value.layout} on {value.device}")
-            declared = value.numel() * value.element_size()
-            if declared > container.size:
-                # Repeated by stride 0: valid for torch, but anybody who reads it would take that much memory.
-                raise unusable(path, f"holds a tensor of {declared} bytes, but the file has {container.size}")
-            storage = value.untyped_storage()
-            if storage.nbytes():
-                storages[storage.data_ptr()] = max(storage.nbytes(), storages.get(storage.data_ptr(), 0))
+            if id(value) not in known:
+                known[id(value)] = (0, value.numel())
+                yield value
             continue
-        if isinstance(value, Mapping):
-            children: Any = value.values()
-        elif isinstance(value, (list, tuple, set)):
-            children = value
-        else:
-            continue
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
+        if parts is None:
+            if id(value) in above:
+                raise unusable(path, "holds a list or dict that contains itself")
+            if id(value) in known:
+                continue
+            if isinstance(value, dict) and any(hasattr(dict, name) for name in getattr(value, "__dict__", ())):
+                raise unusable(path, "holds a dict whose methods are replaced")
+            parts = _parts(value)
+            if parts:
+                above.add(id(value))
+                pending.append((value, parts))
+                pending.extend((part, None) for part in parts)
+                if len(above) > _MAX_DEPTH:
+                    raise unusable(path, f"is nested more than {_MAX_DEPTH} deep")
+                continue
+        above.discard(id(value))
+        inside = [known[id(part)] for part in parts]
+        depth = 1 + max((depth for depth, _ in inside), default=0)
+        size = (len(value) if isinstance(value, Sized) else 1) + sum(size for _, size in inside)
         if depth > _MAX_DEPTH:
             raise unusable(path, f"is nested more than {_MAX_DEPTH} deep")
-        pending.extend((child, depth + 1) for child in children if type(child) not in _SCALARS)
-    _refuse_oversize(path, sum(storages.values()), container)
+        if size > _MOST_UNFOLDED * container.size:
+            raise unusable(path, f"unfolds into {size} values, but the file has {container.size} bytes")
+        known[id(value)] = (depth, size)
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a container holds, apart from plain values."""
+    if isinstance(value, dict):
+        return [part for pair in dict.items(value) for part in pair if type(part) not in _SCALARS]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [part for part in value if type(part) not in _SCALARS]
+    return []
 
 
 @contextlib.contextmanager

@@ -38,17 +38,19 @@ class Opaque:
         return f"<{self.qualified_name}>"
 
 
+_LEFT_OUT = (b"\x96", pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.LONG4, pickle.LONG, pickle.INT)
+
+
 class Inert(pickle._Unpickler):
     """The unpickler in pure Python, reduced to data: no class is ever looked up.
 
     The one in C sizes its memo by a number in the file; here the memo is a dict. BYTEARRAY8 also takes memory first
-    and reads afterwards, so it is left out, like the extension registry, which names classes by number.
+    and reads afterwards, so it is left out, like the extension registry, which names classes by number, and integers
+    of more than 255 bytes or as text, which Python refuses to print.
     """
 
     dispatch: ClassVar = {
-        code: handler
-        for code, handler in pickle._Unpickler.dispatch.items()
-        if code not in (b"\x96"[0], pickle.EXT1[0], pickle.EXT2[0], pickle.EXT4[0])
+        code: handler for code, handler in pickle._Unpickler.dispatch.items() if bytes([code]) not in _LEFT_OUT
     }
 
     def find_class(self, module: str, name: str) -> Any:

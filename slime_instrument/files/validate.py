@@ -71,7 +71,7 @@ def validate_files(
     by_rollout: dict[int | None, list[TrainDump]] = {}
     for path in map(Path, paths):
         try:
-            payload = load_dump(path, allow_pickle=allow_pickle)
+            payload = load_dump(path, allow_pickle=allow_pickle, compact=True)
             kind = detect_kind(path, payload)
             if kind == "train-v2":
                 report.add(validate_v2(path, payload, source))

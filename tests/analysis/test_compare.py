@@ -223,3 +223,40 @@ def test_any_train_field_can_be_held_against_the_rollout() -> None:
     assert found["log_probs"]["field"] == "ref_log_probs"
     with pytest.raises(DumpFormatError, match=r"log_probs, ref_log_probs.*found 'reflogprobs'"):
         compare(source, trained, field="reflogprobs")
+
+
+@pytest.mark.parametrize("far", [800.0, 1e20])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_log_probs_that_are_no_log_probs_leave_strict_json(far: float, sign: int) -> None:
+    n = 40
+    found = compared(*pair([-0.5 - 0.01 * i for i in range(n)], torch.full((n,), sign * far)))
+    assert found["n_tokens"] == n
+    assert found["abs_diff"]["max"] == pytest.approx(far, rel=1e-2)
+    if sign > 0:
+        assert found["prob_diff"] == dict.fromkeys(("mean", "max", "std", "pearson"))
+    json.dumps(found, allow_nan=False)
+
+
+def test_one_constant_far_above_is_named_without_a_surviving_mass() -> None:
+    values = [-0.5 - 0.05 * i for i in range(40)]
+    found = compared(*pair(values, torch.tensor(values) + 800))
+    (finding,) = [one for one in found["findings"] if one["code"] == "truncated-sampling"]
+    assert finding["evidence"]["constant"] == pytest.approx(800, rel=1e-3)
+    assert finding["evidence"]["surviving_mass"] is None
+
+
+@pytest.mark.parametrize("stated", [10**6, 10**12, 2**62])
+def test_a_stated_length_takes_no_more_memory_than_the_values_that_are_there(stated: int) -> None:
+    dump, payload = pair([-1.0, -2.0], torch.tensor([-1.5, -2.5]))
+    dump["samples"][0]["response_length"] = payload["samples"][0]["response_lengths"] = stated
+    found = compared(dump, payload)
+    assert found["n_tokens"] == 0
+    assert found["warnings"]
+
+
+@pytest.mark.parametrize("odd", ["²", "--5", "", "1" * 5000, 10**30, None, 1.5, [3]])
+def test_weight_versions_that_are_no_numbers_are_not_known(odd: Any) -> None:
+    dump, payload = pair([-1.0, -2.0], torch.tensor([-1.5, -2.5]), weight_versions=[odd])
+    assert compared(dump, payload)["drift"]["staleness"] == []
+    dump["samples"][0]["weight_versions"] = [odd, "3"]
+    assert [one["staleness"] for one in compared(dump, payload)["drift"]["staleness"]] == [4]

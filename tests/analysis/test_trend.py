@@ -76,3 +76,22 @@ def test_a_metric_that_is_none_is_refused_with_the_names(folder: Path, metric: s
     record = compare(folder / "rollout_data" / "10.pt", folder / "train_data" / "10.pt")
     with pytest.raises(ThresholdError, match=r"abs_diff\.p99"):
         passed(record, [parse_threshold(f"{metric}=1")])
+
+
+def test_two_rollout_dumps_of_one_rollout_are_not_paired_silently(tmp_path: Path) -> None:
+    payload = builders.v2()
+    for name in ("7", "copy_of_7"):
+        builders.save(builders.rollout(payload), tmp_path / "rollout" / f"{name}.pt")
+    train = builders.save(payload, tmp_path / "train" / "7.pt")
+    with pytest.raises(DumpFormatError, match=r"copy_of_7\.pt: is of rollout 7, and so is .*7\.pt"):
+        pair_files(tmp_path / "rollout", [train])
+
+
+@pytest.mark.parametrize("name", ["²_x.pt", "٣.pt", "x.pt", "9" * 50 + ".pt"])
+def test_a_name_without_a_number_that_counts_gives_no_rollout_id(tmp_path: Path, name: str) -> None:
+    payload = builders.v2()
+    source = builders.rollout(payload)["samples"]  # a list of samples: only the name could tell
+    builders.save(source, tmp_path / "rollout" / name)
+    train = builders.save(payload, tmp_path / "train" / "7.pt")
+    with pytest.raises(DumpFormatError, match="Nothing was compared"):
+        pair_files(tmp_path / "rollout", [train])

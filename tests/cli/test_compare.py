@@ -60,7 +60,7 @@ def test_a_passed_threshold_is_exit_1_and_one_that_holds_is_0(call: Any, pair: t
     assert "above the threshold abs_diff.mean" in call("compare", *pair, "--fail-above", "abs_diff.mean=0.05").out
 
 
-@pytest.mark.parametrize("threshold", ["abs_diff.mean", "no_metric=1"])
+@pytest.mark.parametrize("threshold", ["abs_diff.mean", "no_metric=1", "k1=nan", "k1=-inf", "k1=inf", "=1"])
 def test_a_threshold_that_means_nothing_is_exit_2(call: Any, pair: tuple[Path, Path], threshold: str) -> None:
     outcome = call("compare", *pair, "--fail-above", threshold)
     assert outcome.code == 2

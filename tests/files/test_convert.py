@@ -23,6 +23,8 @@ from slime_instrument.files.reader import read_rollout_dump, read_train_dump
 from slime_instrument.files.records import RankData, TrainDump
 from slime_instrument.files.validate import validate_files
 
+from . import builders
+
 DATA = Path(__file__).parents[1] / "data" / "old_dumps.zip"
 
 # name -> layout of the run: TP, PP, CP, DP
@@ -298,3 +300,48 @@ def test_the_record_says_what_a_command_prints(runs: Path) -> None:
     assert record["n_samples"] == 8
     assert record["layout"] == {"tp": 1, "pp": 1, "cp": 2, "dp": 2, "order": "tp-cp-dp-pp", "how": "inferred"}
     assert isinstance(record["warnings"], list)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("tokens", [torch.zeros(6), torch.zeros(6)], "no list tokens with whole numbers"),
+        ("tokens", None, "no list tokens with whole numbers"),
+        ("response_lengths", [3], "one per sample"),
+        ("response_lengths", [7, 3], "states 7 response tokens of 6 in all for sample 0"),
+        ("response_lengths", 3, "one per sample"),
+        ("sample_indices", [0, {}], "under sample_indices, expected a whole number for each of 2 samples"),
+        ("sample_indices", [0], "under sample_indices"),
+        ("sample_indices", 5, "has 5 under sample_indices"),
+        ("max_seq_lens", [8], "under max_seq_lens"),
+        ("log_probs", [torch.zeros(3), "x"], "has x under log_probs of sample 1, expected numbers"),
+        ("log_probs", 1.5, "has 1.5 under log_probs, expected a list"),
+    ],
+)
+def test_columns_that_are_not_what_slime_writes_are_refused_by_name(
+    tmp_path: Path, column: str, value: Any, said: str
+) -> None:
+    payload = builders.rank_file(0, [0, 1], batch=2)
+    payload["rollout_data"][column] = value
+    path = builders.save(payload, tmp_path / "0_0.pt")
+    with pytest.raises(DumpFormatError) as caught:
+        convert_files([path], tmp_path / "c.pt")
+    assert said in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert not (tmp_path / "c.pt").exists()
+
+
+@pytest.mark.parametrize("rank", [-1, 1 << 14, 10**12])
+def test_a_rank_that_no_run_has_is_refused_at_once(tmp_path: Path, rank: int) -> None:
+    path = builders.save(builders.rank_file(rank, [0, 1], batch=2), tmp_path / "0_0.pt")
+    with pytest.raises(DumpFormatError, match=f"is of rank {rank}"):
+        convert_files([path], tmp_path / "c.pt")
+
+
+def test_columns_that_are_tensors_convert_like_lists(tmp_path: Path) -> None:
+    payload = builders.rank_file(0, [0, 1], batch=2)
+    listed = convert_files([builders.save(payload, tmp_path / "0_0.pt")], tmp_path / "c.pt").payload
+    for name in ("sample_indices", "response_lengths", "total_lengths"):
+        payload["rollout_data"][name] = torch.tensor(payload["rollout_data"][name])
+    found = convert_files([builders.save(payload, tmp_path / "0_0.pt")], tmp_path / "d.pt").payload
+    assert same(found, listed)

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -254,16 +255,57 @@ def test_a_plain_pickle_with_a_huge_memo_or_buffer_takes_no_memory(tmp_path: Pat
     refused(path)
 
 
-def test_a_structure_that_contains_itself_or_is_very_deep_is_refused_or_ends(tmp_path: Path) -> None:
-    own: list[Any] = []
-    own.append(own)
+@pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize("behind", [0, 3])
+def test_a_structure_that_contains_itself_is_refused(tmp_path: Path, as_dict: bool, behind: int) -> None:
+    own: Any = {} if as_dict else []
+    inner = own
+    for _ in range(behind):
+        inner = [inner, inner]
+    own.update(a=inner) if as_dict else own.append(inner)
     torch.save({"samples": own}, tmp_path / "own.pt")
-    load_dump(tmp_path / "own.pt")
+    assert "contains itself" in refused(tmp_path / "own.pt")
+
+
+def test_a_structure_that_is_very_deep_is_refused_whatever_was_seen_first(tmp_path: Path) -> None:
     deep: list[Any] = []
+    parts = [deep]
     for _ in range(200):
         deep = [deep]
-    torch.save({"samples": deep}, tmp_path / "deep.pt")
-    assert "nested more than" in refused(tmp_path / "deep.pt")
+        parts.append(deep)
+    for samples in ([deep], parts, parts[::-1]):  # in the second, no step goes down more than one level
+        torch.save({"samples": samples}, tmp_path / "deep.pt")
+        assert "nested more than" in refused(tmp_path / "deep.pt")
+
+
+def test_a_small_file_that_unfolds_into_very_many_values_is_refused(tmp_path: Path) -> None:
+    bomb: list[Any] = [0]
+    for _ in range(40):
+        bomb = [bomb, bomb]
+    torch.save({"samples": [{"metadata": bomb}]}, tmp_path / "bomb.pt")
+    assert "unfolds into" in refused(tmp_path / "bomb.pt")
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_long_list_that_all_samples_of_a_prompt_share_is_no_such_file(tmp_path: Path, compact: bool) -> None:
+    prompt = list(range(20_000))
+    torch.save({"samples": [{"prompt": prompt, "image": torch.zeros(5)} for _ in range(64)]}, tmp_path / "0.pt")
+    assert len(load_dump(tmp_path / "0.pt", compact=compact)["samples"]) == 64
+
+
+def test_a_dict_that_replaces_its_own_methods_is_refused(tmp_path: Path) -> None:
+    hostile = OrderedDict(a=1)
+    hostile.keys = 1  # type: ignore[assignment, method-assign]
+    torch.save({"samples": [hostile]}, tmp_path / "0.pt")
+    assert "methods are replaced" in refused(tmp_path / "0.pt")
+
+
+def test_a_number_that_python_refuses_to_print_is_refused_before_anybody_prints_it(tmp_path: Path) -> None:
+    sample = {"index": 10**5000, "tokens": [1], "response_length": 1}
+    (tmp_path / "0.pkl").write_bytes(pickle.dumps([sample], protocol=2))
+    torch.save({"samples": [sample]}, tmp_path / "0.pt")
+    refused(tmp_path / "0.pkl")
+    refused(tmp_path / "0.pt")
 
 
 @pytest.mark.parametrize("layout", ["sparse", "meta"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -462,3 +463,28 @@ def test_a_rank_file_may_hold_parts_of_responses_but_not_more_than_them(tmp_path
     payload["rollout_data"]["log_probs"][1] = torch.zeros(4)
     (error,) = validate_files([builders.save(payload, tmp_path / "b.pt")]).errors
     assert (error.code, error.sample, error.field) == ("length", 1, "log_probs")
+
+
+def test_validating_long_lists_takes_little_more_memory_than_the_file(tmp_path: Path) -> None:
+    n = 100_000
+    sample = {"index": 0, "tokens": list(range(2 * n)), "response_length": n, "reward": 1.0}
+    sample["rollout_log_probs"] = [-0.001 * i for i in range(n)]
+    path = builders.save({"rollout_id": 0, "samples": [sample]}, tmp_path / "0.pt")
+    validate_files([path])  # imports
+    tracemalloc.start()
+    try:
+        assert validate_files([path]).valid
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.5 * path.stat().st_size
+
+
+@pytest.mark.parametrize("far", [10**6, 10**12, 2**62])
+def test_numbers_far_outside_take_no_more_time_than_others(tmp_path: Path, far: int) -> None:
+    payload = builders.v2()
+    del payload["raw_reward"]
+    payload["samples"][3]["rollout_position"] = far
+    payload["dp_shards"][1]["data_parallel_rank"] = far
+    codes = {error.code for error in validate_files([builders.save(payload, tmp_path / "0.pt")]).errors}
+    assert codes >= {"coverage", "missing-shard"}

@@ -21,6 +21,7 @@ _AT_EDGES = 0.8  # share of the outliers; the largest of them are tried alone to
 _MOST = 0.4  # share of all tokens that can be outliers
 _SURE = -11.0  # log-probability of the same by chance
 _MOST_SAMPLES = 2000  # samples with outliers that are looked at
+_LARGEST = 1024  # context-parallel ranks that a run can have
 _CANDIDATES = (2, 4, 8)  # where the dump does not say its context-parallel size
 
 
@@ -66,7 +67,7 @@ def _sizes(view: View) -> tuple[int, ...]:
     for shard in view.train.dp_shards:
         provenance = shard.get(PROVENANCE)
         size = whole_number(provenance.get("context_parallel")) if isinstance(provenance, dict) else None
-        if size is not None:
+        if size is not None and size <= _LARGEST:
             return (size,) if size > 1 else ()
     return _CANDIDATES
 

@@ -31,7 +31,11 @@ def find(view: View) -> Finding | None:
         message += "The train side is normalised over fewer tokens than the rollout."
     if model.rival:
         message += " A constant ratio (temperature) fits about as well."
-    evidence = {"constant": typical, "surviving_mass": math.exp(typical), "explained": model.explained}
+    evidence = {
+        "constant": typical,
+        "surviving_mass": math.exp(typical) if typical < 0 else None,
+        "explained": model.explained,
+    }
     return Finding(
         CODE, message, view.positions(model.pairs.nonzero().flatten()), evidence, view.tokens_of(model.pairs)
     )

@@ -7,6 +7,7 @@ import math
 import torch
 
 from slime_instrument.analysis.blocks import Block
+from slime_instrument.analysis.metrics.limits import finite
 from slime_instrument.analysis.percentiles import percentiles
 from slime_instrument.analysis.table import TokenTable
 
@@ -53,7 +54,10 @@ class _Moments:
 
 
 class ProbDiff:
-    """mean, max and std of \\|π - μ\\|, and the Pearson correlation of π and μ (None where one does not vary)."""
+    """mean, max and std of \\|π - μ\\|, and the Pearson correlation of π and μ (None where one does not vary).
+
+    None too where a log-prob is so far above 0 that its probability is no number.
+    """
 
     def __init__(self) -> None:
         self.both, self.sizes, self.largest = _Moments(), _Moments(), 0.0
@@ -72,10 +76,10 @@ class ProbDiff:
         if not n:
             return dict.fromkeys(("mean", "max", "std", "pearson"))
         products = self.both.products
-        scale = math.sqrt(float(products[0, 0]) * float(products[1, 1]))
+        scale = math.sqrt(max(0.0, float(products[0, 0]) * float(products[1, 1])))
         return {
-            "mean": float(self.sizes.mean[0]),
-            "max": self.largest,
-            "std": math.sqrt(float(self.sizes.products[0, 0]) / n),
-            "pearson": float(products[0, 1]) / scale if scale > 0 else None,
+            "mean": finite(self.sizes.mean[0]),
+            "max": finite(self.largest),
+            "std": finite((self.sizes.products[0, 0] / n).sqrt()),
+            "pearson": finite(products[0, 1] / scale) if scale > 0 else None,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,9 +10,9 @@ import torch
 from slime_instrument.analysis.blocks import Block
 from slime_instrument.analysis.metrics.limits import finite
 from slime_instrument.analysis.table import TokenTable
-from slime_instrument.files.checks.values import whole_number
+from slime_instrument.files.checks.values import as_list, whole_number, whole_number_in
 
-__all__ = ["ByDecile", "ByLogProb", "ByStaleness", "ByTurn", "staleness_of", "turns"]
+__all__ = ["ByDecile", "ByLogProb", "ByStaleness", "ByTurn", "known_versions", "staleness_of", "turns"]
 
 LOG_PROB_EDGES = (-20.0, -10.0, -5.0, -2.0, -1.0, -0.5, -0.1)
 MAX_TURNS = 32
@@ -144,14 +145,18 @@ def staleness_of(table: TokenTable, rollout_id: int | None) -> list[int | None]:
         return [None] * len(table.pairs)
     found: list[int | None] = []
     for pair in table.pairs:
-        versions = pair.rollout.get("weight_versions")
-        numbers = [_version(version) for version in versions] if isinstance(versions, (list, tuple)) else []
-        known = [number for number in numbers if number is not None]
+        known = known_versions(pair.rollout)
         found.append(rollout_id - min(known) if known else None)
     return found
 
 
+def known_versions(sample: Mapping[str, Any]) -> list[int]:
+    """The weight versions of a rollout sample that are whole numbers; engines write them as strings."""
+    numbers = map(_version, as_list(sample.get("weight_versions")) or ())
+    return [number for number in numbers if number is not None]
+
+
 def _version(value: Any) -> int | None:
     if isinstance(value, str):
-        return int(value) if value.strip().lstrip("-").isdigit() else None
+        return whole_number_in(value)
     return whole_number(value)

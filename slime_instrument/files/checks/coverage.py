@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_instrument.files.checks.context import V2Dump
-from slime_instrument.files.checks.values import as_ints, as_list, number, show, sum_of, whole_number
+from slime_instrument.files.checks.values import (
+    as_ints,
+    as_list,
+    brief,
+    equal_values,
+    gaps,
+    number,
+    show,
+    sum_of,
+    whole_number,
+)
 from slime_instrument.files.findings import Findings
 from slime_instrument.files.schema import LAYOUT_FIELDS, PROVENANCE
 
@@ -37,7 +47,7 @@ def check_coverage(dump: V2Dump, found: Findings) -> None:
             message = f"sample {i}: rollout_position is {position}, but the batch has {total} samples"
             found.error("extra-position", message, sample=i, field="rollout_position")
     end = total if total is not None else max(known, default=-1) + 1
-    absent = sorted(set(range(end)) - known) if known else []
+    absent = gaps(known, end) if known else []
     last = _first_seen_of_last_group(dump)
     missing = [position for position in absent if position < last]
     late = [position for position in absent if position >= last]
@@ -70,8 +80,10 @@ def check_schedule(dump: V2Dump, found: Findings) -> None:
         for name in ("num_microbatches", "global_batch_sizes"):
             if schedule[name] is None:
                 continue
-            if first.setdefault(name, schedule[name]) != schedule[name]:
-                message = f"dp_shards[{i}].{name} is {schedule[name]}, but another shard has {first[name]}"
+            if not equal_values(first.setdefault(name, schedule[name]), schedule[name]):
+                message = (
+                    f"dp_shards[{i}].{name} is {brief(schedule[name])}, but another shard has {brief(first[name])}"
+                )
                 found.error("schedule", message, field=name)
     groups = _groups(dump)
     if groups.scheduled is not None and groups.covered > groups.scheduled:
@@ -90,10 +102,11 @@ def check_rank_schedule(where: str, n_samples: int, schedule: dict[str, list[Any
             found.error("schedule", message, field="micro_batch_indices")
         else:
             _check_each_once(where, n_samples, [index for batch in batches for index in batch or ()], found)
-    if counts is not None and as_ints(counts) is None:
+    numbers = as_ints(counts)
+    if counts is not None and numbers is None:
         found.error("schedule", f"{where}.num_microbatches is no list of whole numbers", field="num_microbatches")
-    elif counts is not None and micro is not None and sum(as_ints(counts) or ()) != len(micro):
-        message = f"{where}: num_microbatches adds up to {sum(counts)}, but there are {len(micro)} micro-batches"
+    elif numbers is not None and micro is not None and sum(numbers) != len(micro):
+        message = f"{where}: num_microbatches adds up to {sum(numbers)}, but there are {len(micro)} micro-batches"
         found.error("schedule", message, field="num_microbatches")
     if counts is not None and steps is not None and len(counts) != len(steps):
         message = f"{where}: num_microbatches is for {len(counts)} steps, but global_batch_sizes for {len(steps)}"
@@ -181,7 +194,7 @@ def _first_seen_of_last_group(dump: V2Dump) -> int:
 def _check_each_once(where: str, n_samples: int, used: list[int], found: Findings) -> None:
     outside = sorted({index for index in used if not 0 <= index < n_samples})
     twice = sorted(index for index, count in Counter(used).items() if count > 1)
-    unused = sorted(set(range(n_samples)) - set(used))
+    unused = gaps(set(used), n_samples)
     for indices, what in ((outside, "names"), (twice, "repeats"), (unused, "leaves out")):
         if indices:
             message = f"{where}.micro_batch_indices {what} {show(indices)}; it has {n_samples} samples"

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from slime_instrument.files.checks.context import V2Dump
-from slime_instrument.files.checks.values import as_list, show, whole_number
+from slime_instrument.files.checks.values import as_list, gaps, show, whole_number
 from slime_instrument.files.findings import Findings
 from slime_instrument.files.schema import COLUMN_TO_SAMPLE_KEY
 
@@ -66,7 +66,7 @@ def check_shards(dump: V2Dump, found: Findings) -> None:
         else:
             _check_shard_columns(dump, i, shard, ranks[k], found)
     present = {rank for rank in ranks if rank is not None}
-    absent = sorted(set(range(max(present, default=-1) + 1)) - present)
+    absent = gaps(present, max(present, default=-1) + 1)
     if absent:
         message = f"dp_shards lacks data_parallel_rank {show(absent)} of {max(present) + 1}"
         found.error("missing-shard", message, field="dp_shards")

@@ -97,8 +97,8 @@ def _batch_total(ranks: Sequence[RankData], rollout: RolloutDump | None) -> int 
 
 
 def _fingerprint(rank: RankData) -> Any:
-    tokens = rank.rollout_data.get("tokens")
-    return tuple(tuple(as_ints(sample) or ()) for sample in tokens or ()), _key(rank.rollout_data.get("sample_indices"))
+    tokens = as_list(rank.rollout_data.get("tokens")) or ()
+    return tuple(tuple(as_ints(sample) or ()) for sample in tokens), _key(rank.rollout_data.get("sample_indices"))
 
 
 def _key(values: Any) -> Any:

@@ -8,8 +8,17 @@ from typing import Any
 
 from slime_instrument.files.checks.context import V2Dump
 from slime_instrument.files.checks.lengths import check_ragged, check_routed_experts, response_lengths_of
-from slime_instrument.files.checks.values import as_ints, as_list, length_of, whole_number
+from slime_instrument.files.checks.values import (
+    as_ints,
+    brief,
+    equal_values,
+    holds_whole_numbers,
+    length_of,
+    number,
+    whole_number,
+)
 from slime_instrument.files.findings import Findings
+from slime_instrument.files.plain import plain_value
 from slime_instrument.files.records import RolloutDump
 
 __all__ = ["check_against_rollout", "check_local_reward", "check_rollout_dump"]
@@ -59,7 +68,10 @@ def check_local_reward(dump: V2Dump, found: Findings) -> None:
         if own is None or raw_reward is None or position is None or not 0 <= position < len(raw_reward):
             continue
         if not _same(own, raw_reward[position]):
-            message = f"sample {i}: local_raw_reward is {own}, but raw_reward[{position}] is {raw_reward[position]}"
+            message = (
+                f"sample {i}: local_raw_reward is {brief(own)}, but raw_reward[{position}] is "
+                f"{brief(raw_reward[position])}"
+            )
             found.error("reward-mismatch", message, sample=i, field="local_raw_reward")
 
 
@@ -68,10 +80,10 @@ def check_rollout_dump(dump: RolloutDump, found: Findings) -> None:
     for i, sample in enumerate(dump.samples):
         tokens = length_of(sample.get("tokens"))
         response = whole_number(sample.get("response_length"))
-        if tokens is None or as_ints(sample["tokens"]) is None:
+        if tokens is None or not holds_whole_numbers(sample["tokens"]):
             found.error("type", f"sample {i}: tokens is no list of whole numbers", sample=i, field="tokens")
         if response is None or response < 0:
-            message = f"sample {i}: response_length is {sample.get('response_length')!r}, expected a whole number"
+            message = f"sample {i}: response_length is {brief(sample.get('response_length'))}, expected a whole number"
             found.error("type", message, sample=i, field="response_length")
             continue
         response_lengths_of(i, sample, response, tokens, ("rollout_log_probs", "loss_mask"), found)
@@ -142,14 +154,12 @@ def _compare_reward(i: int, reward: Any, source: dict[str, Any], found: Findings
     # A dict holds several rewards, one of which training was told to use; which one, the files do not say.
     candidates = list(expected.values()) if isinstance(expected, dict) else [expected]
     if not any(_same(reward, candidate) for candidate in candidates):
-        message = f"sample {i}: raw_reward is {reward}, but the rollout's reward is {expected}"
+        message = f"sample {i}: raw_reward is {brief(reward)}, but the rollout's reward is {brief(expected)}"
         found.error("reward-mismatch", message, sample=i, field="raw_reward")
 
 
 def _same(one: Any, other: Any) -> bool:
-    try:
-        a, b = float(one), float(other)
-    except (TypeError, ValueError, RuntimeError):
-        plain_one, plain_other = as_list(one), as_list(other)
-        return plain_one == plain_other if plain_one is not None else bool(one == other)
+    a, b = (number(value) if number(value) is not None else number(plain_value(value)) for value in (one, other))
+    if a is None or b is None:
+        return equal_values(one, other)
     return math.isclose(a, b, rel_tol=_REWARD_TOLERANCE, abs_tol=1e-12) or (math.isnan(a) and math.isnan(b))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import torch
 
 from slime_instrument.files.checks.context import V2Dump
-from slime_instrument.files.checks.values import holds_whole_numbers, is_whole_number
+from slime_instrument.files.checks.values import brief, holds_whole_numbers, is_whole_number, whole_number
 from slime_instrument.files.findings import Findings
 from slime_instrument.files.schema import FORMAT_VERSION, REQUIRED_SAMPLE_FIELDS
 
@@ -18,8 +19,10 @@ def check_top_level(dump: V2Dump, found: Findings) -> None:
     """Keys of the file and their types; samples and shards are lists of dicts."""
     payload = dump.payload
     version = payload.get("format_version")
-    if version != FORMAT_VERSION or isinstance(version, bool):
-        found.error("structure", f"format_version is {version!r}, expected {FORMAT_VERSION}", field="format_version")
+    if whole_number(version) != FORMAT_VERSION:
+        found.error(
+            "structure", f"format_version is {brief(version)}, expected {FORMAT_VERSION}", field="format_version"
+        )
     for key in ("rollout_id", "rank"):
         if not is_whole_number(payload.get(key)):
             found.error("structure", f"{key} is {_describe(payload, key)}, expected a whole number", field=key)
@@ -92,7 +95,7 @@ def check_field_coverage(dump: V2Dump, found: Findings) -> None:
 def _is_numbers(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() >= 1 and value.is_floating_point()
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, array)):
         return all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in value)
     return False
 
@@ -104,7 +107,7 @@ def _describe(holder: dict[str, Any], key: str) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of {str(value.dtype).removeprefix('torch.')} with shape {tuple(value.shape)}"
     if isinstance(value, (int, float, bool, type(None))):
-        return repr(value)
+        return brief(value)
     if isinstance(value, str):
         return f"the string {value[:40]!r}"
-    return f"a {type(value).__name__}"
+    return f"a {'list' if isinstance(value, array) else type(value).__name__}"

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from array import array
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
+from slime_instrument.files.plain import plain_value
+
 __all__ = [
     "as_ints",
     "as_list",
+    "brief",
+    "equal_values",
+    "gaps",
     "holds_whole_numbers",
     "is_whole_number",
     "length_of",
     "nan_indices",
+    "number",
     "show",
+    "sum_of",
+    "truth",
     "whole_number",
+    "whole_number_in",
 ]
+
+_BITS = 63  # of the largest count or id; a larger number is damage, and no tensor could take it
 
 
 def is_whole_number(value: Any) -> bool:
-    """An int, or a 0-d tensor of an integer type; never a bool."""
+    """An int of 64 bits, or a 0-d tensor of an integer type; never a bool."""
     if isinstance(value, torch.Tensor):
-        return value.dim() == 0 and not value.is_floating_point() and value.dtype is not torch.bool
-    return isinstance(value, int) and not isinstance(value, bool)
+        return value.dim() == 0 and _is_integral(value) and int(value.item()).bit_length() <= _BITS
+    return isinstance(value, int) and not isinstance(value, bool) and value.bit_length() <= _BITS
 
 
 def whole_number(value: Any) -> int | None:
@@ -31,11 +45,28 @@ def whole_number(value: Any) -> int | None:
     return int(value) if is_whole_number(value) else None
 
 
+def whole_number_in(text: str) -> int | None:
+    """The whole number that a string spells in ASCII digits; None for any other string."""
+    found = re.fullmatch(r"\s*(-?[0-9]{1,18})\s*", text)
+    return int(found[1]) if found is not None else None
+
+
 def number(value: Any) -> float | None:
-    """An int, a float or a tensor of one element as a float; None for anything else."""
+    """An int, a float or a tensor of one element as a float; None for anything else and for what no float holds."""
     if isinstance(value, torch.Tensor):
         return float(value.item()) if value.numel() == 1 and not value.is_complex() else None
-    return float(value) if isinstance(value, (int, float)) else None
+    try:
+        return float(value) if isinstance(value, (int, float)) else None
+    except OverflowError:
+        return None
+
+
+def truth(value: Any) -> bool:
+    """Whether a flag is set; not if it is something that is neither true nor false, such as a tensor of several."""
+    try:
+        return bool(value)
+    except RuntimeError:
+        return False
 
 
 def sum_of(values: Any) -> float | None:
@@ -72,8 +103,10 @@ def as_ints(value: Any) -> list[int] | None:
 def holds_whole_numbers(value: Any) -> bool:
     """Whether a list or 1-d tensor holds whole numbers only. A tensor says so by its type; its values stay unread."""
     if isinstance(value, torch.Tensor):
-        return value.dim() == 1 and not value.is_floating_point() and value.dtype is not torch.bool
-    return isinstance(value, (list, tuple, array)) and all(is_whole_number(item) for item in value)
+        return value.dim() == 1 and _is_integral(value)
+    if isinstance(value, array):
+        return value.typecode == "i" or not value
+    return isinstance(value, (list, tuple)) and all(is_whole_number(item) for item in value)
 
 
 def nan_indices(value: Any) -> list[int]:
@@ -88,7 +121,27 @@ def nan_indices(value: Any) -> list[int]:
     return []
 
 
+def equal_values(one: Any, other: Any) -> bool:
+    """Whether two values of any kind hold the same, a tensor and a list of its values included."""
+    return bool(plain_value(one) == plain_value(other))
+
+
+def gaps(known: Collection[int], end: int, most: int = 100_000) -> list[int]:
+    """Numbers from 0 up to ``end`` that are not ``known``; the first ``most``, because ``end`` may be anything."""
+    return list(itertools.islice((number for number in range(end) if number not in known), most))
+
+
+def brief(value: Any) -> str:
+    """A value for a message: in one line and not long."""
+    text = str(plain_value(value))
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
 def show(values: list[Any], limit: int = 8) -> str:
     """The first few of many, for a message."""
     shown = ", ".join(str(value) for value in values[:limit])
     return shown if len(values) <= limit else f"{shown}, … ({len(values)} in all)"
+
+
+def _is_integral(value: torch.Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
