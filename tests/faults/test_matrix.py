@@ -28,6 +28,7 @@ CHOSEN = [
     *(Scenario(site, rank, nth, True, (0, 2), 4) for site, rank, nth in STRICT),
     Scenario("slime/loss/after", -1, 1, True, (0, 2), 4),
     Scenario("slime/optimizer-step/before", -1, None, False, (0, 2), 4),
+    Scenario("slime/train-actor/after", -1, None, False, (1,), 2, alone=True),
     Scenario("peer/late", 1, None, False, (0,), 2),
     Scenario("seam/log-probs/before", 2, 1, True, (1,), 2, alone=True),
     Scenario("peer/killed-while-sending", 3, 1, False, (1,), 2, alone=True),
