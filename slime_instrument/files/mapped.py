@@ -31,6 +31,7 @@ _BATCH = 1000
 _INTEGERS = re.compile(rb"(?:K.|M..|J....){2,%d}" % _BATCH, re.DOTALL)
 _FLOATS = re.compile(rb"(?:G.{8}){2,%d}" % _BATCH, re.DOTALL)
 _LONG = 64  # shorter lists stay lists
+_HELD = 256  # records that are looked at before memory is given back
 _MARK, _APPENDS = pickle.MARK[0], pickle.APPENDS[0]
 _MEMO_SIZES = {pickle.BINPUT[0]: 2, pickle.LONG_BINPUT[0]: 5, pickle.MEMOIZE[0]: 1}
 
@@ -50,8 +51,7 @@ class Mappings:
         Only for tensors that nobody has changed in place: the changes would be lost.
         """
         for content in self.contents:
-            if hasattr(content, "madvise"):  # not on every system
-                content.madvise(mmap.MADV_DONTNEED)
+            _give_back(content)
 
 
 _CURRENT: ContextVar[Mappings | None] = ContextVar("mappings", default=None)
@@ -88,7 +88,14 @@ def load_mapped(path: Path, archive: Archive, *, compact: bool) -> Any:
     order = archive.records.get("byteorder")
     if order is not None and content[slice(*record_bounds(path, content, order))] != b"little":
         raise Unfamiliar("byte order")
-    return _Mapped(path, content, archive, compact=compact).load()
+    found = _Mapped(path, content, archive, compact=compact).load()
+    _give_back(content)
+    return found
+
+
+def _give_back(content: mmap.mmap) -> None:
+    if hasattr(content, "madvise"):  # not on every system
+        content.madvise(mmap.MADV_DONTNEED)
 
 
 def _fits(value: Any, numbers: array[Any]) -> bool:
@@ -134,6 +141,9 @@ class _Mapped(Inert):
         if not isinstance(kind, StorageType) or type(key) is not str or type(numel) is not int or numel < 0:
             raise Unfamiliar("storage")
         if key not in self.storages:
+            if len(self.storages) % _HELD == _HELD - 1:
+                # Each look at the head of a record brings its neighbourhood into memory; together that is the file.
+                _give_back(self.content)
             start, end = record_bounds(self.path, self.content, self.records[f"data/{key}"])
             if numel * kind.dtype.itemsize > end - start:
                 raise Unfamiliar("storage larger than its record")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import pickle
 import struct
+import subprocess
+import sys
 import zipfile
 from array import array
 from pathlib import Path
@@ -271,3 +273,16 @@ def test_a_list_that_changes_after_it_was_put_somewhere_is_left_to_torch(tmp_pat
     with pytest.raises(Unfamiliar, match="grows"):
         mapped(path, compact=True)
     assert load_dump(path, compact=True)[1] == {"a": [7] * 70 + ["x"]}
+
+
+def test_looking_at_many_records_does_not_keep_the_file_in_memory(tmp_path: Path) -> None:
+    path = saved({"samples": [torch.zeros(1 << 14) for _ in range(1024)]}, tmp_path)  # 64 MB
+    program = (
+        "import sys\nfrom slime_instrument.files.safe_load import load_dump\n"
+        "def peak():\n"
+        "    lines = open('/proc/self/status').read().splitlines()\n"
+        "    return int(next(line for line in lines if line.startswith('VmHWM')).split()[1])\n"
+        "before = peak()\nkept = load_dump(sys.argv[1])\nprint(peak() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 40 << 10
