@@ -72,7 +72,7 @@ def _load_safely(path: Path, container: Container, compact: bool) -> Any:
             payload = _load_archive(path, container.archive, compact)
         else:
             _refuse_oversize(path, unpickling.declared_tensor_bytes(path), container)
-            with _quiet():
+            with _quiet(), _no_other_classes():
                 payload = torch.load(path, map_location="cpu", weights_only=True)
     except (unpickling.ObjectRefused, DumpFormatError, OSError):
         raise
@@ -92,7 +92,7 @@ def _load_archive(path: Path, archive: Archive, compact: bool) -> Any:
     # Whatever the mapped loader stumbles over, torch's has the last word, and says it in its own words.
     with contextlib.suppress(Exception):
         return load_mapped(path, archive, compact=compact)
-    with _quiet():
+    with _quiet(), _no_other_classes():
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
@@ -209,3 +209,15 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+@contextlib.contextmanager
+def _no_other_classes() -> Iterator[None]:
+    """Libraries add classes to what torch loads safely, for the whole process; Megatron does when it is imported. What
+    a dump may hold does not depend on that."""
+    added = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        yield
+    finally:
+        torch.serialization.add_safe_globals(added)

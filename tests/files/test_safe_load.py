@@ -13,6 +13,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -344,3 +345,14 @@ def test_changed_bytes_give_a_dump_or_our_own_error(data: st.DataObject, tmp_pat
     path.write_bytes(content)
     with contextlib.suppress(DumpFormatError):
         load_dump(path)
+
+
+@pytest.mark.parametrize("new_format", [True, False])
+def test_classes_that_a_library_added_to_torchs_own_are_refused_all_the_same(tmp_path: Path, new_format: bool) -> None:
+    path = tmp_path / "0.pt"
+    payload = {"samples": [{"o": SimpleNamespace(a=1)}]}
+    torch.save(payload, path, _use_new_zipfile_serialization=new_format)
+    with torch.serialization.safe_globals([SimpleNamespace]):
+        with pytest.raises(DumpFormatError, match="SimpleNamespace"):
+            load_dump(path)
+        assert SimpleNamespace in torch.serialization.get_safe_globals()

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from argparse import Namespace
 from typing import Any
 
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'slime-instrument[lab]'")
-
-from slime_instrument.lab import weights
+pytestmark = pytest.mark.lab
 
 ATTENTION, EXPERT = "module.decoder.layers.0.linear_qkv.weight", "module.decoder.layers.0.mlp.experts.linear_fc2.weight"
 
 
 def seeded(monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, int], *, tp: int, etp: int, rank: int) -> Any:
     """One weight as tensor-parallel rank ``rank`` sets it."""
+    # Not at the top: collecting this file would import Megatron for all tests. It warns of what is not installed.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from slime_instrument.lab import weights
+
     groups = {
         "get_tensor_model_parallel_world_size": tp,
         "get_tensor_model_parallel_rank": rank,
