@@ -14,7 +14,7 @@ test: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	# Real processes, Ray clusters and a browser share the machine with whatever else runs on it: what fails is tried
-	# once more, alone. A real fault fails twice.
+	# once more, alone. A fault that needs other tests before it passes then: read what failed the first time.
 	$(BIN)/python -m pytest || $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 # torch first and pinned: on its own it resolves to a CPU build where one is offered, and nothing later replaces it.

@@ -63,11 +63,6 @@ class Block:
             return self.lengths
         return self.counts_between(self.lengths.cumsum(0))
 
-    @cached_property
-    def pair(self) -> torch.Tensor:
-        """Number of the pair in this block, of each chosen token, int64, shape ``(k,)``."""
-        return torch.arange(len(self.counts)).repeat_interleave(self.counts)
-
     def counts_between(self, ends: torch.Tensor) -> torch.Tensor:
         """Chosen tokens up to each of the ``ends``, from the one before it. Ends ascend and count tokens of the block.
 

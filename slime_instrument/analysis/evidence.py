@@ -126,8 +126,8 @@ class View:
         """log π of the open tokens, float32, shape ``(K,)``."""
         return self.table.train if self.n_open == len(self.open) else self.table.train[self.open]
 
-    def sums(self, values: torch.Tensor | None) -> torch.Tensor:
-        """Sums of a ``(K,)`` tensor over each pair (None: how many), float64, shape ``(S,)``."""
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums of a ``(K,)`` tensor over each pair, float64, shape ``(S,)``."""
         return torch.bincount(self.sample, weights=values, minlength=len(self.table.lengths)).double()
 
     def positions(self, pairs: torch.Tensor | list[int]) -> list[int]:
