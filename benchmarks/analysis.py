@@ -57,7 +57,7 @@ def write_pair(folder: Path, tokens: int, *, plain_lists: bool = True) -> None:
 
 def write_rank_files(folder: Path, size: int) -> list[Path]:
     """Old files of context-parallel size 2, of about ``size`` bytes together."""
-    from slime_instrument.dump.zigzag import shard_lengths
+    from slime_instrument._dump.zigzag import shard_lengths
 
     n = size // (2 * (8 * (PROMPT + RESPONSE) + 4 * RESPONSE) + 6 * 4 * RESPONSE)
     paths = []
@@ -108,8 +108,8 @@ def peak_mb() -> float:
 
 
 def measure_compare(folder: Path) -> dict[str, Any]:
-    from slime_instrument.analysis.compare import compare
-    from slime_instrument.files.reader import read_rollout_dump, read_train_dump
+    from slime_instrument._analysis.compare import compare
+    from slime_instrument._format.reader import read_rollout_dump, read_train_dump
 
     base = peak_mb()
     began = time.perf_counter()
@@ -135,7 +135,7 @@ def measure_compare(folder: Path) -> dict[str, Any]:
 
 
 def measure_loop(folder: Path) -> dict[str, Any]:
-    from slime_instrument.files.reader import read_rollout_dump, read_train_dump
+    from slime_instrument._format.reader import read_rollout_dump, read_train_dump
 
     rollout = read_rollout_dump(folder / "rollout.pt").samples
     train = read_train_dump(folder / "train.pt").samples
@@ -145,7 +145,7 @@ def measure_loop(folder: Path) -> dict[str, Any]:
 
 
 def measure_inspect(folder: Path) -> dict[str, Any]:
-    from slime_instrument.files.inspect import inspect_dump
+    from slime_instrument._format.inspect import inspect_dump
 
     base, began = peak_mb(), time.perf_counter()
     record = inspect_dump(folder / "large.pt")
@@ -153,7 +153,7 @@ def measure_inspect(folder: Path) -> dict[str, Any]:
 
 
 def measure_convert(folder: Path) -> dict[str, Any]:
-    from slime_instrument.files.convert import convert_files
+    from slime_instrument._format.convert import convert_files
 
     paths = sorted(folder.glob("0_*.pt"))
     began = time.perf_counter()

@@ -23,11 +23,11 @@ import torch.distributed.nn.functional as dist_nn
 
 import slime_instrument
 from benchmarks.timing import Stopwatch
-from slime_instrument.dump.payload import build_payload
-from slime_instrument.dump.restore import Shard
-from slime_instrument.dump.topology import PARALLEL_STATE
-from slime_instrument.dump.zigzag import owned
-from slime_instrument.files.schema import NATIVE_CONTEXT_PARALLEL_FIELDS
+from slime_instrument._dump.payload import build_payload
+from slime_instrument._dump.restore import Shard
+from slime_instrument._dump.topology import PARALLEL_STATE
+from slime_instrument._dump.zigzag import owned
+from slime_instrument._format.schema import NATIVE_CONTEXT_PARALLEL_FIELDS
 from slime_instrument.lab.sources import find_sources
 
 __all__ = ["Baseline", "load"]

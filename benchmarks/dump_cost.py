@@ -24,10 +24,10 @@ from benchmarks import baseline, megatron_groups
 from benchmarks.ranks import run_on_ranks
 from benchmarks.shards import Case, rollout_data
 from benchmarks.timing import Collectives, Figure, PeakMemory, Stopwatch, machine
-from slime_instrument.capture import CaptureSession
-from slime_instrument.dump import pipeline
-from slime_instrument.runtime import Runtime
-from slime_instrument.settings import Settings
+from slime_instrument._capture import CaptureSession
+from slime_instrument._dump import pipeline
+from slime_instrument._runtime import Runtime
+from slime_instrument._settings import Settings
 
 __all__ = ["Outcome", "measure"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "analysis"))
 import seeded
 
-from slime_instrument.analysis.compare import compare
+from slime_instrument._analysis.compare import compare
 
 
 def confusion(seeds: range) -> dict[str, Counter[str]]:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import slime_instrument
 from benchmarks import fake_slime
 from benchmarks.timing import Figure, machine
-from slime_instrument.capture import CaptureSession, enter, leave
+from slime_instrument._capture import CaptureSession, enter, leave
 
 __all__ = ["measure"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from slime_instrument.dump.zigzag import owned
-from slime_instrument.files.schema import NATIVE_CONTEXT_PARALLEL_FIELDS
+from slime_instrument._dump.zigzag import owned
+from slime_instrument._format.schema import NATIVE_CONTEXT_PARALLEL_FIELDS
 
 __all__ = ["Case", "rollout_data"]
 

@@ -75,7 +75,7 @@ def _install(python: Path) -> None:
     shutil.copytree(_PACKAGE, site / "slime_instrument", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("slime_instrument.pth", "slime_instrument.start", "_slime_instrument_start.py"):
         shutil.copy(_PACKAGE / "activation" / name, site / name)
-    _run(python, "import slime_instrument, slime_instrument.activation.boot", {"SLIME_INSTRUMENT": "1"})  # byte code
+    _run(python, "import slime_instrument, slime_instrument._activation.boot", {"SLIME_INSTRUMENT": "1"})  # byte code
 
 
 def _run(python: Path, code: str, extra: dict[str, str]) -> str:

@@ -34,7 +34,7 @@ def _arm():
     if os.environ.get("SLIME_INSTRUMENT", "").strip().lower() in ("", "0", "false", "no", "off"):
         return
     try:
-        from slime_instrument.activation.boot import boot
+        from slime_instrument._activation.boot import boot
     except Exception:
         # The package is not on the path, or broken: the interpreter must start all the same.
         return

@@ -6,15 +6,15 @@ is loaded when it is first used.
 
 from __future__ import annotations
 
-from slime_instrument.activation.boot import arm_on_import as _arm_on_import
+from slime_instrument._activation.boot import arm_on_import as _arm_on_import
 
 TYPE_CHECKING = False  # the typing module alone would double the cost of this import
 if TYPE_CHECKING:
     from typing import Any
 
-    from slime_instrument.analysis.compare import compare
-    from slime_instrument.files.reader import read_rollout_dump, read_train_dump
-    from slime_instrument.runtime import instrument, instrumented, status, uninstrument
+    from slime_instrument._analysis.compare import compare
+    from slime_instrument._format.reader import read_rollout_dump, read_train_dump
+    from slime_instrument._runtime import instrument, instrumented, status, uninstrument
 
 __all__ = [
     "__version__",
@@ -30,13 +30,13 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOME = {
-    "compare": "analysis.compare",
-    "instrument": "runtime",
-    "instrumented": "runtime",
-    "status": "runtime",
-    "uninstrument": "runtime",
-    "read_rollout_dump": "files.reader",
-    "read_train_dump": "files.reader",
+    "compare": "_analysis.compare",
+    "instrument": "_runtime",
+    "instrumented": "_runtime",
+    "status": "_runtime",
+    "uninstrument": "_runtime",
+    "read_rollout_dump": "_format.reader",
+    "read_train_dump": "_format.reader",
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_instrument.capture import (
+from slime_instrument._capture import (
     LOCAL_KEY,
     POSITION_KEY,
     CaptureSession,

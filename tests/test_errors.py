@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime_instrument import errors
+from slime_instrument import _errors as errors
 
 
 def test_a_message_has_its_five_parts_in_order() -> None:

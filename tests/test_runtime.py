@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from slime_instrument import runtime, state
-from slime_instrument.activation import waiting
-from slime_instrument.capture import CaptureSession, enter, leave
-from slime_instrument.errors import SettingsError
+from slime_instrument import _runtime as runtime
+from slime_instrument import _state as state
+from slime_instrument._activation import waiting
+from slime_instrument._capture import CaptureSession, enter, leave
+from slime_instrument._errors import SettingsError
 
 ROOT = Path(__file__).parents[1]
 LOADER = """
@@ -148,7 +149,7 @@ def test_the_training_side_imports_nothing_of_the_reading_side(python: Any) -> N
     found = python("""
         import slime_instrument as si
         import slime.utils.data
-        import slime_instrument.dump.pipeline
+        import slime_instrument._dump.pipeline
         heavy = {"polars", "rich", "typer", "pydantic", "pyarrow", "click", "pandas"}
         show(heavy=sorted(heavy & set(sys.modules)))
     """)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from slime_instrument.errors import InstrumentError, SettingsError
-from slime_instrument.settings import Pins, Settings
+from slime_instrument._errors import InstrumentError, SettingsError
+from slime_instrument._settings import Pins, Settings
 
 
 def read(**variables: str) -> Settings:
@@ -120,9 +120,7 @@ def test_a_tiny_bucket_is_at_least_one_byte() -> None:
 
 
 def test_reading_settings_imports_nothing_heavy() -> None:
-    program = (
-        "import sys, slime_instrument.settings; print({'torch', 'wrapt', 'typer', 'rich', 'polars'} & set(sys.modules))"
-    )
+    program = "import sys, slime_instrument._settings; print({'torch', 'wrapt', 'typer', 'rich', 'polars'} & set(sys.modules))"
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={"SLIME_INSTRUMENT": "0"}
     )

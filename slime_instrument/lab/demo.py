@@ -85,7 +85,7 @@ def demo(
 def _report(out: Path, rollouts: Iterable[Path], trained: Iterable[Path]) -> tuple[Path | None, str]:
     """The page about the dumps of this run (what an earlier run left in ``out`` is not in it), and its verdict."""
     try:
-        from slime_instrument.report.build import write_report
+        from slime_instrument._report.build import write_report
 
         written = write_report([*rollouts, *trained], out / "report.html")
     except ImportError as error:

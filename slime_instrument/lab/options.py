@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from slime_instrument.errors import InstrumentError
+from slime_instrument._errors import InstrumentError
 
 _PATHS = ("out", "slime", "core", "rollout_log_probs", "plugin")
 

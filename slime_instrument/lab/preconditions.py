@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from slime_instrument.errors import five_parts
+from slime_instrument._errors import five_parts
 from slime_instrument.lab.arguments import DEFAULTS
 from slime_instrument.lab.extras import EXTRAS
 from slime_instrument.lab.options import LabError, LabOptions

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slime_instrument.errors import five_parts
+from slime_instrument._errors import five_parts
 from slime_instrument.lab import extras
 from slime_instrument.lab.arguments import VOCABULARY
 from slime_instrument.lab.options import LabError

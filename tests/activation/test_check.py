@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from slime_instrument.activation.check import check
+from slime_instrument._activation.check import check
 from slime_instrument.lab.sources import MINIATURE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PROGRAM = "from slime_instrument.cli.app import main; main()"
+PROGRAM = "from slime_instrument._cli.app import main; main()"
 
 
 def ask(*arguments: str, path: tuple[Path, ...] = (), folder: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from slime_instrument.activation import launcher
-from slime_instrument.activation.launcher import launch
-from slime_instrument.errors import InstrumentError, SettingsError
+from slime_instrument._activation import launcher
+from slime_instrument._activation.launcher import launch
+from slime_instrument._errors import InstrumentError, SettingsError
 
 TRAIN = """
 import json, os, sys
@@ -25,7 +25,7 @@ print(json.dumps({
 }))
 sys.exit(7)
 """
-RUN = "from slime_instrument.activation.launcher import launch; import sys; launch(sys.argv[1:])"
+RUN = "from slime_instrument._activation.launcher import launch; import sys; launch(sys.argv[1:])"
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_run_says_when_the_start_files_are_missing(uninstalled: Any, fake_slime:
 
 def test_the_command_line_reaches_the_launcher(installed: Any, fake_slime: Path, train_py: Path) -> None:
     done = installed.run(
-        "-c", "from slime_instrument.cli.app import main; main()", "run", "--", installed.python, train_py, "--json",
+        "-c", "from slime_instrument._cli.app import main; main()", "run", "--", installed.python, train_py, "--json",
         path=[fake_slime], check=False,
     )  # fmt: skip
     assert done.returncode == 7
@@ -108,7 +108,7 @@ def test_a_bad_setting_is_refused_before_anything_starts(monkeypatch: pytest.Mon
 
 
 def test_the_announcement_names_every_declared_patch() -> None:
-    from slime_instrument.seams import declared
+    from slime_instrument._hooks import declared
 
     line = launcher.announcement(["python", "my train.py"])
     assert "`python 'my train.py'`" in line

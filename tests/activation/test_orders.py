@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime_instrument.seams import declared
+from slime_instrument._hooks import declared
 
 # What each step does to a process. ``alias`` is a plug-in of the user's that binds names with ``from x import y``.
 STEPS = {
@@ -37,7 +37,7 @@ PROGRAM = """
 import json, os, sys, types
 os.environ["SLIME_INSTRUMENT"] = "0"   # only the steps below arm
 import slime_instrument as si
-from slime_instrument.seams import declared
+from slime_instrument._hooks import declared
 
 def places():
     found = {}

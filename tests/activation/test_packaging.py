@@ -16,7 +16,7 @@ import pytest
 
 from .conftest import ROOT, pip, site_packages
 
-ROUTE = "from slime_instrument.activation.waiting import route; answer = route()"
+ROUTE = "from slime_instrument._activation.waiting import route; answer = route()"
 AT_THE_ROOT = ("slime_instrument.pth", "slime_instrument.start", "_slime_instrument_start.py")
 
 
@@ -40,8 +40,8 @@ def test_the_wheel_is_for_every_platform_and_registers_the_plugin(wheel: Path) -
     archive = zipfile.ZipFile(wheel)
     (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
     text = archive.read(entry_points).decode()
-    assert "[pytest11]\nslime_instrument = slime_instrument.activation.pytest_plugin" in text
-    assert "slime-instrument = slime_instrument.cli.app:main" in text
+    assert "[pytest11]\nslime_instrument = slime_instrument._activation.pytest_plugin" in text
+    assert "slime-instrument = slime_instrument._cli.app:main" in text
 
 
 def test_the_sdist_builds_the_same_wheel(sources: Path, wheel: Path, tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_removing_the_wheel_leaves_nothing_behind(
     interpreter = new_environment()
     before = everything(interpreter)
     pip("--python", interpreter.python, "install", "--quiet", "--no-deps", wheel)
-    code = f"import slime.backends.megatron_utils.actor; {ROUTE}; import slime_instrument.runtime"
+    code = f"import slime.backends.megatron_utils.actor; {ROUTE}; import slime_instrument._runtime"
     # Used, so that there is bytecode to leave behind.
     interpreter.answer(code, path=[fake_slime], SLIME_INSTRUMENT="1")
     assert everything(interpreter) > before
@@ -104,7 +104,7 @@ def test_the_start_file_is_found_where_it_is_installed_and_missed_where_it_is_no
     installed: Any, uninstalled: Any
 ) -> None:
     code = """
-        from slime_instrument.activation.installation import advice, startup_file
+        from slime_instrument._activation.installation import advice, startup_file
         answer = [str(startup_file()), advice()]
     """
     assert installed.answer(code) == [str(site_packages(installed.python) / "slime_instrument.pth"), None]

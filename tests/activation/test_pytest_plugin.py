@@ -40,9 +40,9 @@ def test_without_asking_nothing_is_armed_and_nothing_of_ours_is_loaded(session: 
         def test_slime_is_as_it_is():
             assert not looking.is_wrapped()
             assert sorted(name for name in sys.modules if name.startswith("slime_instrument")) == [
-                "slime_instrument", "slime_instrument.activation", "slime_instrument.activation.boot",
-                "slime_instrument.activation.pytest_plugin", "slime_instrument.activation.switch",
-                "slime_instrument.activation.waiting",
+                "slime_instrument", "slime_instrument._activation", "slime_instrument._activation.boot",
+                "slime_instrument._activation.pytest_plugin", "slime_instrument._activation.switch",
+                "slime_instrument._activation.waiting",
             ]
             assert not {"torch", "wrapt"} & set(sys.modules)
         """
@@ -230,14 +230,14 @@ def test_the_plugin_module_imports_nothing_of_ours_but_the_package(installed: An
         import os, sys, pytest, _pytest.config
         os.environ["PYTEST_VERSION"] = pytest.__version__
         before = set(sys.modules)
-        import slime_instrument.activation.pytest_plugin
+        import slime_instrument._activation.pytest_plugin
         answer = sorted(set(sys.modules) - before)
     """
     assert installed.answer(code) == [
         "slime_instrument",
-        "slime_instrument.activation",
-        "slime_instrument.activation.boot",
-        "slime_instrument.activation.pytest_plugin",
-        "slime_instrument.activation.switch",
-        "slime_instrument.activation.waiting",
+        "slime_instrument._activation",
+        "slime_instrument._activation.boot",
+        "slime_instrument._activation.pytest_plugin",
+        "slime_instrument._activation.switch",
+        "slime_instrument._activation.waiting",
     ]

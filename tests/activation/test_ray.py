@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_instrument.files.validate import validate_files
+from slime_instrument._format.validate import validate_files
 from slime_instrument.lab import LabOptions, find_sources, train
 
 CHECKOUT = "681b3adca~1"
@@ -194,7 +194,7 @@ def test_one_rank_off_that_holds_no_part_changes_nothing(
 def test_the_setup_hook_arms_workers_that_can_only_import_the_package(
     job: Callable[..., Any], uninstalled: Any, expected: Callable[..., Any], tmp_path: Path, slime: Path | None
 ) -> None:
-    hook = "slime_instrument.activation.boot.worker_process_setup_hook"
+    hook = "slime_instrument._activation.boot.worker_process_setup_hook"
     answer = job(
         cp=2, driver="0", interpreter=uninstalled, setup_hook=hook, importable=str(ROOT),
         job_env={"SLIME_INSTRUMENT": "1"},

@@ -15,7 +15,7 @@ import pytest
 
 SHOW = """
     import sys
-    from slime_instrument.activation.waiting import route
+    from slime_instrument._activation.waiting import route
     answer = {"route": route(), "heavy": sorted({"torch", "wrapt", "slime"} & set(sys.modules))}
 """
 OFF_VALUES = ["0", "off", "False", "no", "", "  "]
@@ -39,11 +39,11 @@ def test_nothing_of_ours_is_imported_when_the_variable_means_off(installed: Any,
 @pytest.mark.parametrize("value", ["1", "on", "True", "yes", "2"])
 def test_the_variable_arms_before_user_code_and_loads_nothing_heavy(installed: Any, value: str) -> None:
     shown = installed.run(
-        "-X", "importtime", "-c", "import sys; assert 'slime_instrument.runtime' not in sys.modules",
+        "-X", "importtime", "-c", "import sys; assert 'slime_instrument._runtime' not in sys.modules",
         SLIME_INSTRUMENT=value,
     ).stderr  # fmt: skip
-    assert any("slime_instrument.activation.boot" in line for line in ours(shown))
-    assert not any(name in shown for name in ("| wrapt", "| torch", "slime_instrument.settings"))
+    assert any("slime_instrument._activation.boot" in line for line in ours(shown))
+    assert not any(name in shown for name in ("| wrapt", "| torch", "slime_instrument._settings"))
 
 
 def test_the_route_names_the_start_file_and_not_the_import_that_it_makes(installed: Any) -> None:
@@ -93,7 +93,7 @@ def test_the_start_entry_arms_as_python_3_15_would_call_it(installed: Any) -> No
     code = f"""
         import pkgutil
         pkgutil.resolve_name({entry!r})()
-        from slime_instrument.activation.waiting import route
+        from slime_instrument._activation.waiting import route
         answer = route()
     """
     # The .pth is taken away: a Python that knows .start files ignores its import line.
@@ -113,7 +113,7 @@ def test_both_start_files_in_one_process_arm_once(installed: Any) -> None:
         from _slime_instrument_start import start
         start()
         start()
-        from slime_instrument.activation.waiting import route
+        from slime_instrument._activation.waiting import route
         answer = [route(), sum(type(finder).__name__ == "SlimeWatch" for finder in sys.meta_path)]
     """
     assert installed.answer(code, SLIME_INSTRUMENT="1") == ["SLIME_INSTRUMENT in the environment (.pth)", 1]

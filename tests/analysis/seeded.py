@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from slime_instrument.dump.zigzag import owned
-from slime_instrument.files.reader import rollout_dump_of, train_dump_of
-from slime_instrument.files.records import RolloutDump, TrainDump
+from slime_instrument._dump.zigzag import owned
+from slime_instrument._format.reader import rollout_dump_of, train_dump_of
+from slime_instrument._format.records import RolloutDump, TrainDump
 
 VOCABULARY = 64
 ROLLOUT_ID = 7

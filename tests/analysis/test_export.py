@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_instrument.analysis.export import SCHEMA_VERSION, Level, columns, export, rows
-from slime_instrument.errors import DumpError, DumpFormatError
+from slime_instrument._analysis.export import SCHEMA_VERSION, Level, columns, export, rows
+from slime_instrument._errors import DumpError, DumpFormatError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "files"))
 import builders
@@ -131,7 +131,7 @@ def test_ray_data_maps_the_same_function_over_files(folder: Path) -> None:
             pytest.skip(f"{needed} is not installed")
     program = f"""
 import ray
-from slime_instrument.analysis.export import rows
+from slime_instrument._analysis.export import rows
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
 files = [{{"path": path}} for path in {[str(path) for path in sorted((folder / "train_data").glob("*.pt"))]!r}]
 try:

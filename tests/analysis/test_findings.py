@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_instrument.analysis import findings
-from slime_instrument.analysis.compare import compare
+from slime_instrument._analysis import findings
+from slime_instrument._analysis.compare import compare
 
 sys.path.insert(0, str(Path(__file__).parent))
 import seeded
@@ -104,6 +104,6 @@ def test_each_file_declares_one_documented_finding() -> None:
 
 def test_deleting_one_file_removes_that_finding_only(monkeypatch: pytest.MonkeyPatch) -> None:
     rest = [module for module in findings.known() if module.CODE != "temperature"]
-    monkeypatch.setattr(importlib.import_module("slime_instrument.analysis.findings"), "known", lambda: rest)
+    monkeypatch.setattr(importlib.import_module("slime_instrument._analysis.findings"), "known", lambda: rest)
     assert codes(seeded.faulty("non-finite", seeded.SIZES[0], 0)) == ["non-finite"]
     assert "temperature" not in codes(seeded.faulty("temperature", seeded.SIZES[0], 0))

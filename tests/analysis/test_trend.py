@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from slime_instrument.analysis.compare import compare
-from slime_instrument.analysis.thresholds import ThresholdError, parse_threshold, passed
-from slime_instrument.analysis.trend import pair_files, trend
-from slime_instrument.errors import DumpFormatError
+from slime_instrument._analysis.compare import compare
+from slime_instrument._analysis.thresholds import ThresholdError, parse_threshold, passed
+from slime_instrument._analysis.trend import pair_files, trend
+from slime_instrument._errors import DumpFormatError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "files"))
 import builders

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime_instrument.dump.zigzag import shard_lengths
+from slime_instrument._dump.zigzag import shard_lengths
 from slime_instrument.lab.sources import find_sources
 
 Run = Callable[..., Any]

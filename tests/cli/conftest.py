@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_instrument.cli.app import main
+from slime_instrument._cli.app import main
 
 
 class Outcome(SimpleNamespace):

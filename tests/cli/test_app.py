@@ -40,7 +40,7 @@ def test_the_version_is_printed(call: Any) -> None:
 def test_help_imports_nothing_heavy() -> None:
     program = (
         "import sys\n"
-        "from slime_instrument.cli.app import main\n"
+        "from slime_instrument._cli.app import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
         "print(sorted({'torch', 'wrapt', 'megatron', 'polars', 'ray'} & set(sys.modules)), file=sys.stderr)\n"

@@ -61,7 +61,7 @@ def test_what_stdout_cannot_encode_is_escaped(dump: Path, encoding: str, as_json
     payload = torch.load(dump, weights_only=True)
     payload["samples"][0]["response"] = said
     torch.save(payload, dump)
-    program = "from slime_instrument.cli.app import main; main()"
+    program = "from slime_instrument._cli.app import main; main()"
     command = [sys.executable, "-c", program, "inspect", str(dump), "--sample", "0"]
     done = subprocess.run(
         command + ["--json"] * as_json,

@@ -68,7 +68,7 @@ def test_a_missing_library_is_named_with_the_way_to_get_it(
 def test_view_opens_what_it_was_given(call: Any, tmp_path: Path, stand_in: Any) -> None:
     pytest.importorskip("textual")
     seen: list[Any] = []
-    stand_in("slime_instrument.view.app", view_dumps=lambda dumps, **options: seen.append((dumps, options)))
+    stand_in("slime_instrument._view.app", view_dumps=lambda dumps, **options: seen.append((dumps, options)))
     outcome = call("view", tmp_path, "--rollout", "3")
     assert outcome.code == 0
     assert seen == [([tmp_path], {"rollout": 3, "tokenizer": None, "allow_pickle": False})]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime_instrument.errors import InstrumentError
+from slime_instrument._errors import InstrumentError
 
 from .outcomes import PATCH, strict
 
@@ -32,7 +32,7 @@ def test_status_prints_the_table_or_the_document(call: Any, monkeypatch: pytest.
 def test_check_is_exit_1_if_a_patch_is_not_applicable(call: Any, stand_in: Any, applicable: bool, code: int) -> None:
     document = {"slime": {"version": "0.3.1", "native_dump": False, "path": "/x"}, "patches": [PATCH]}
     result = SimpleNamespace(applicable=applicable, as_dict=lambda: document)
-    stand_in("slime_instrument.activation.check", check=lambda slime: result)
+    stand_in("slime_instrument._activation.check", check=lambda slime: result)
     outcome = call("check", "--slime", "/x", "--json")
     assert (outcome.code, strict(outcome.out)) == (code, document)
     text = call("check")
@@ -44,7 +44,7 @@ def test_an_error_of_ours_is_one_line_and_exit_2(call: Any, stand_in: Any) -> No
     def probe(slime: Path | None) -> None:
         raise InstrumentError(f"{slime} is\nnot slime")
 
-    stand_in("slime_instrument.activation.check", check=probe)
+    stand_in("slime_instrument._activation.check", check=probe)
     outcome = call("check", "--slime", "/x", "--json")
     assert (outcome.code, outcome.err) == (2, "slime-instrument: /x is not slime\n")
     assert strict(outcome.out) == {"error": "/x is not slime"}
@@ -57,6 +57,6 @@ def test_run_passes_the_command_on_with_its_options(call: Any, stand_in: Any, da
     def launch(command: list[str]) -> None:
         seen.append(command)
 
-    stand_in("slime_instrument.activation.launcher", launch=launch)
+    stand_in("slime_instrument._activation.launcher", launch=launch)
     assert call("run", *dashes, "python", "train.py", "--json", "--help", "-x").code == 0
     assert seen == [["python", "train.py", "--json", "--help", "-x"]]

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from benchmarks import megatron_groups
 from benchmarks.ranks import run_on_ranks
 from benchmarks.shards import Case, rollout_data
-from slime_instrument.capture import CaptureSession
-from slime_instrument.dump.pipeline import dump
-from slime_instrument.runtime import Runtime
+from slime_instrument._capture import CaptureSession
+from slime_instrument._dump.pipeline import dump
+from slime_instrument._runtime import Runtime
 
 CASE = Case(cp=2, dp=2, samples=5, response=20, fields=4)
 

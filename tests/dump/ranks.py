@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from slime_instrument.dump.restore import Part, Shard, restore
-from slime_instrument.dump.shard import Contribution, contribute
-from slime_instrument.dump.topology import Topology
-from slime_instrument.dump.zigzag import owned
+from slime_instrument._dump.restore import Part, Shard, restore
+from slime_instrument._dump.shard import Contribution, contribute
+from slime_instrument._dump.topology import Topology
+from slime_instrument._dump.zigzag import owned
 
 
 def topology(cp: int = 1, cp_rank: int = 0, dp: int = 1, dp_rank: int = 0) -> Topology:

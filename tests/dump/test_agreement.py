@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from slime_instrument.dump.agreement import Agreement, NotAgreed, announce, not_armed, withdraw
+from slime_instrument._dump.agreement import Agreement, NotAgreed, announce, not_armed, withdraw
 
 from .threads import together
 

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
-from slime_instrument.dump.atomic import clean_leftovers, write_atomically
-from slime_instrument.errors import DumpError
+from slime_instrument._dump.atomic import clean_leftovers, write_atomically
+from slime_instrument._errors import DumpError
 
 OLD = b"the old dump"
 
@@ -258,7 +258,7 @@ def test_a_folder_that_is_not_there_has_no_leftovers(tmp_path: Path) -> None:
 WRITER = """
 import sys, time
 from pathlib import Path
-from slime_instrument.dump.atomic import write_atomically
+from slime_instrument._dump.atomic import write_atomically
 path = Path(sys.argv[1])
 print("ready", flush=True)
 number = 0

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from slime_instrument.dump.background import BackgroundWriter
-from slime_instrument.errors import DumpError
-from slime_instrument.patching.failures import FailurePolicy
+from slime_instrument._dump.background import BackgroundWriter
+from slime_instrument._errors import DumpError
+from slime_instrument._patching.failures import FailurePolicy
 
 WAIT = 20.0
 
@@ -140,9 +140,9 @@ def run_process(tmp_path: Path, ending: str, work: str = "slow") -> tuple[subpro
         f"""
         import multiprocessing, os, signal, sys, time
         from pathlib import Path
-        from slime_instrument.dump.atomic import write_atomically
-        from slime_instrument.dump.background import BackgroundWriter
-        from slime_instrument.patching.failures import FailurePolicy
+        from slime_instrument._dump.atomic import write_atomically
+        from slime_instrument._dump.background import BackgroundWriter
+        from slime_instrument._patching.failures import FailurePolicy
 
         def slow():
             def write(file):

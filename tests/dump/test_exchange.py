@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime_instrument.dump.agreement import Agreement, NotAgreed
-from slime_instrument.dump.exchange import Announcement, message_bytes, own_shard, receive_all, send_own
-from slime_instrument.dump.payload import build_payload
-from slime_instrument.dump.shard import contribute
+from slime_instrument._dump.agreement import Agreement, NotAgreed
+from slime_instrument._dump.exchange import Announcement, message_bytes, own_shard, receive_all, send_own
+from slime_instrument._dump.payload import build_payload
+from slime_instrument._dump.shard import contribute
 
 from .ranks import sharded, topology
 from .threads import Mail, QueueTransport, together
@@ -130,7 +130,7 @@ def test_a_sender_whose_link_breaks_is_waited_for_a_bounded_time(after: int) -> 
 def test_a_writer_that_fails_after_the_start_still_takes_everything_so_that_nobody_is_left_sending(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    import slime_instrument.dump.exchange as exchange
+    import slime_instrument._dump.exchange as exchange
 
     def fail(*_: Any, **__: Any) -> Any:
         raise MemoryError("on the writer")

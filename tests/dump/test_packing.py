@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_instrument.dump.packing import Flats, Packer
+from slime_instrument._dump.packing import Flats, Packer
 
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.float64,

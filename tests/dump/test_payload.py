@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime_instrument.dump.payload import build_payload
-from slime_instrument.dump.restore import Shard
+from slime_instrument._dump.payload import build_payload
+from slime_instrument._dump.restore import Shard
 
 
 def shard(data_rank: int, partition: list[int] | None, count: int | None = None, **more: Any) -> Shard:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from slime_instrument.dump.plain import Converted, make_plain
+from slime_instrument._dump.plain import Converted, make_plain
 
 np = pytest.importorskip("numpy")
 

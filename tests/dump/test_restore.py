@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_instrument.dump.payload import build_payload
-from slime_instrument.errors import DumpError
+from slime_instrument._dump.payload import build_payload
+from slime_instrument._errors import DumpError
 
 from .ranks import gathered, sharded
 
@@ -114,8 +114,8 @@ def test_any_rollout_on_any_layout_comes_back_as_it_was(
 
 
 def test_bshd_shards_are_cut_from_the_longest_sample_of_the_micro_batch() -> None:
-    from slime_instrument.dump.restore import restore
-    from slime_instrument.dump.shard import contribute
+    from slime_instrument._dump.restore import restore
+    from slime_instrument._dump.shard import contribute
 
     from .ranks import cut, part, topology
 
@@ -190,8 +190,8 @@ def test_a_field_of_another_dtype_on_another_rank_is_refused_by_name() -> None:
 
 
 def test_a_rank_that_contributed_nothing_is_refused_by_number() -> None:
-    from slime_instrument.dump.restore import restore
-    from slime_instrument.dump.shard import contribute
+    from slime_instrument._dump.restore import restore
+    from slime_instrument._dump.shard import contribute
 
     from .ranks import part, topology
 

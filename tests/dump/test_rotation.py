@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_instrument.dump.rotation import Rotation, is_due
-from slime_instrument.settings import Pins, Settings
+from slime_instrument._dump.rotation import Rotation, is_due
+from slime_instrument._settings import Pins, Settings
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_instrument.dump.saving import Pickler, save
+from slime_instrument._dump.saving import Pickler, save
 
 
 def saved(payload: Any) -> Any:

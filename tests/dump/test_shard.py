@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime_instrument.dump.shard import contribute
-from slime_instrument.errors import DumpError
+from slime_instrument._dump.shard import contribute
+from slime_instrument._errors import DumpError
 
 from .ranks import topology
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slime_instrument.dump.template import check_template, check_writable, dump_path, dump_template
-from slime_instrument.errors import TrainingPathError
+from slime_instrument._dump.template import check_template, check_writable, dump_path, dump_template
+from slime_instrument._errors import TrainingPathError
 
 
 def args(template: Any, **more: Any) -> SimpleNamespace:

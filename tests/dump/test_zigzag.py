@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_instrument.dump.zigzag import owned, scatter_index, shard_lengths
+from slime_instrument._dump.zigzag import owned, scatter_index, shard_lengths
 
 from .ranks import cut
 

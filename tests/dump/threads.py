@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from slime_instrument.dump.transport import Receiving, Transport
+from slime_instrument._dump.transport import Receiving, Transport
 
 
 class Mail:

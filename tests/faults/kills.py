@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from slime_instrument.dump.atomic import clean_leftovers, write_atomically
+from slime_instrument._dump.atomic import clean_leftovers, write_atomically
 
 __all__ = ["Tally", "kill_writers"]
 

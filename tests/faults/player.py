@@ -67,9 +67,9 @@ class Player:
         cls.train = train
 
     def _play_all(self, actor: Any, train: Callable[..., None]) -> None:
-        from slime_instrument.capture import CaptureSession
-        from slime_instrument.dump.agreement import default_store
-        from slime_instrument.dump.topology import read_topology
+        from slime_instrument._capture import CaptureSession
+        from slime_instrument._dump.agreement import default_store
+        from slime_instrument._dump.topology import read_topology
 
         self._parameters = [parameter for chunk in actor.model for parameter in chunk.parameters()]
         self._initial = [tensor.detach().clone() for tensor in self._parameters]
@@ -175,8 +175,8 @@ class Player:
         return digest.hexdigest()[:16]
 
     def _stale(self) -> list[str]:
-        from slime_instrument import capture
-        from slime_instrument.seams import data_loader
+        from slime_instrument import _capture as capture
+        from slime_instrument._hooks import data_loader
 
         found = []
         if capture.current_session() is not None:
@@ -203,7 +203,7 @@ class Player:
 
 def _look_for_aliases_in_slime_only() -> None:
     """Arming afresh for every scenario walks through all modules otherwise, which is most of a scenario's time."""
-    from slime_instrument.patching import aliases
+    from slime_instrument._patching import aliases
 
     def namespaces() -> Iterator[dict[str, Any]]:
         for name, module in list(sys.modules.items()):

@@ -112,25 +112,25 @@ def _seams() -> Iterator[Site]:
 
 def _dump() -> Iterator[Site]:
     for name, module, function, who in (
-        ("topology", "slime_instrument.dump.topology", "read_topology", "all"),
-        ("presence", "slime_instrument.dump.agreement", "not_armed", "part"),
-        ("ready", "slime_instrument.dump.agreement", "Agreement.ready", "sender"),
-        ("sizes", "slime_instrument.dump.agreement", "Agreement.gather_sizes", "writer"),
-        ("go", "slime_instrument.dump.agreement", "Agreement.go", "writer"),
-        ("transport", "slime_instrument.dump.transport", "megatron_transport", "part"),
-        ("collect", "slime_instrument.capture", "CaptureSession.collected", "part"),
-        ("describe", "slime_instrument.dump.provenance", "describe", "part"),
-        ("contribute", "slime_instrument.dump.shard", "contribute", "part"),
-        ("gather-pack", "slime_instrument.dump.packing", "Packer.buckets", "sender"),
-        ("gather-send", "slime_instrument.dump.packing", "Packer.buckets", "sender"),
-        ("gather-feed", "slime_instrument.dump.assembly", "Sink.feed", "writer"),
-        ("plan", "slime_instrument.dump.restore", "Restorer.__init__", "writer"),
-        ("restore", "slime_instrument.dump.restore", "Restorer.shards", "writer"),
-        ("build", "slime_instrument.dump.payload", "build_payload", "writer"),
-        ("write", "slime_instrument.dump.atomic", "write_atomically", "writer"),
+        ("topology", "slime_instrument._dump.topology", "read_topology", "all"),
+        ("presence", "slime_instrument._dump.agreement", "not_armed", "part"),
+        ("ready", "slime_instrument._dump.agreement", "Agreement.ready", "sender"),
+        ("sizes", "slime_instrument._dump.agreement", "Agreement.gather_sizes", "writer"),
+        ("go", "slime_instrument._dump.agreement", "Agreement.go", "writer"),
+        ("transport", "slime_instrument._dump.transport", "megatron_transport", "part"),
+        ("collect", "slime_instrument._capture", "CaptureSession.collected", "part"),
+        ("describe", "slime_instrument._dump.provenance", "describe", "part"),
+        ("contribute", "slime_instrument._dump.shard", "contribute", "part"),
+        ("gather-pack", "slime_instrument._dump.packing", "Packer.buckets", "sender"),
+        ("gather-send", "slime_instrument._dump.packing", "Packer.buckets", "sender"),
+        ("gather-feed", "slime_instrument._dump.assembly", "Sink.feed", "writer"),
+        ("plan", "slime_instrument._dump.restore", "Restorer.__init__", "writer"),
+        ("restore", "slime_instrument._dump.restore", "Restorer.shards", "writer"),
+        ("build", "slime_instrument._dump.payload", "build_payload", "writer"),
+        ("write", "slime_instrument._dump.atomic", "write_atomically", "writer"),
         ("flush", "os", "fsync", "writer"),
         ("rename", "os", "replace", "writer"),
-        ("rotate", "slime_instrument.dump.rotation", "Rotation.wrote", "writer"),
+        ("rotate", "slime_instrument._dump.rotation", "Rotation.wrote", "writer"),
     ):
         nth = 1 if name == "gather-send" else None  # the first bucket is on its way
         yield Site(f"dump/{name}", "dump", loses=name != "rotate", where=(module, function), who=who, nth=nth)
@@ -156,15 +156,15 @@ def _slime() -> Iterator[Site]:
 
 def _peers() -> Iterator[Site]:
     for name, module, function, who, nth in (
-        ("before-agreeing", "slime_instrument.dump.shard", "contribute", "part", None),
-        ("before-sending", "slime_instrument.dump.packing", "Packer.buckets", "sender", 0),
-        ("while-sending", "slime_instrument.dump.packing", "Packer.buckets", "sender", 1),
-        ("while-receiving", "slime_instrument.dump.assembly", "Sink.feed", "writer", 1),
-        ("while-writing", "slime_instrument.dump.atomic", "write_atomically", "writer", None),
+        ("before-agreeing", "slime_instrument._dump.shard", "contribute", "part", None),
+        ("before-sending", "slime_instrument._dump.packing", "Packer.buckets", "sender", 0),
+        ("while-sending", "slime_instrument._dump.packing", "Packer.buckets", "sender", 1),
+        ("while-receiving", "slime_instrument._dump.assembly", "Sink.feed", "writer", 1),
+        ("while-writing", "slime_instrument._dump.atomic", "write_atomically", "writer", None),
         ("before-renaming", "os", "replace", "writer", None),
     ):
         yield Site(f"peer/killed-{name}", "dump", where=(module, function), who=who, nth=nth, action="kill")
-    where = ("slime_instrument.dump.shard", "contribute")
+    where = ("slime_instrument._dump.shard", "contribute")
     yield Site("peer/late", "dump", where=where, who="part", action="sleep")
 
 
@@ -178,7 +178,7 @@ def planted(trigger: Trigger) -> Iterator[None]:
     A fault of slime's own is planted before arming, so that it stands below our wrapper, as slime's code does.
     """
     import slime_instrument
-    from slime_instrument import runtime
+    from slime_instrument import _runtime as runtime
 
     site = trigger.site
     slime_instrument.uninstrument()
@@ -192,7 +192,7 @@ def planted(trigger: Trigger) -> Iterator[None]:
             _, patch, step = site.name.split("/")
             record = runtime.current().patcher.records[patch]
             record.patch = _with_fault(record.patch, step, trigger.pull)
-        elif site.where == ("slime_instrument.dump.atomic", "write_atomically"):
+        elif site.where == ("slime_instrument._dump.atomic", "write_atomically"):
             undo.enter_context(_replaced(*site.where, lambda original: _torn_write(original, trigger)))
         elif site.kind in ("dump", "peer"):
             undo.enter_context(_replaced(*site.where, lambda original: _around(original, trigger, before=True)))
@@ -207,7 +207,7 @@ def _as_in_a_new_job(undo: contextlib.ExitStack) -> None:
     global _jobs
     from torch.distributed.distributed_c10d import PrefixStore
 
-    from slime_instrument.dump import agreement
+    from slime_instrument._dump import agreement
 
     _jobs += 1
     store = PrefixStore(f"fault-matrix-{_jobs}", agreement.default_store())
@@ -290,7 +290,7 @@ def _torn_write(original: Any, trigger: Trigger) -> Any:
 @contextlib.contextmanager
 def _replaced(module_name: str, path: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """Put ``make(original)`` in its place and wherever else a module has bound it; afterwards put everything back."""
-    from slime_instrument.patching.aliases import repoint
+    from slime_instrument._patching.aliases import repoint
 
     owner: Any = importlib.import_module(module_name)
     *parents, attribute = path.split(".")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_instrument.cli.app import main
+from slime_instrument._cli.app import main
 from tests.fuzz.read_dumps import make_corpus
 
 
@@ -46,7 +46,7 @@ BAD = ["cut", "empty", "text", "folder", "pipe", "runs", "pickled", "missing"]
 
 
 def in_a_process_of_its_own(*arguments: object) -> subprocess.CompletedProcess[str]:
-    code = "from slime_instrument.cli.app import main; main()"
+    code = "from slime_instrument._cli.app import main; main()"
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         capture_output=True, text=True, timeout=60, env={**os.environ, "SLIME_INSTRUMENT": "0"},

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from slime_instrument import runtime
-from slime_instrument.capture import (
+from slime_instrument import _runtime as runtime
+from slime_instrument._capture import (
     CaptureSession,
     current_session,
     enter,
@@ -22,12 +22,12 @@ from slime_instrument.capture import (
     leave,
     policy_batch,
 )
-from slime_instrument.dump.agreement import Agreement, NotAgreed, announce, not_armed
-from slime_instrument.errors import DumpError
-from slime_instrument.patching.declaration import Advice, Patch, Target
-from slime_instrument.patching.failures import FailurePolicy
-from slime_instrument.patching.patcher import Patcher
-from slime_instrument.state import Runtime
+from slime_instrument._dump.agreement import Agreement, NotAgreed, announce, not_armed
+from slime_instrument._errors import DumpError
+from slime_instrument._patching.declaration import Advice, Patch, Target
+from slime_instrument._patching.failures import FailurePolicy
+from slime_instrument._patching.patcher import Patcher
+from slime_instrument._state import Runtime
 
 RANK = 3
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-from slime_instrument.dump.atomic import _LEFTOVER
+from slime_instrument._dump.atomic import _LEFTOVER
 from tests.faults.player import SENTINEL, TIMEOUT_S
 from tests.faults.scenarios import Layout, Scenario
 from tests.faults.sites import ALL, SLEEP_S, Site

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from slime_instrument.analysis.compare import compare
-from slime_instrument.analysis.trend import pair_files, trend
-from slime_instrument.errors import InstrumentError
-from slime_instrument.files.convert import convert_files
-from slime_instrument.files.inspect import inspect_dump
-from slime_instrument.files.validate import validate_files
+from slime_instrument._analysis.compare import compare
+from slime_instrument._analysis.trend import pair_files, trend
+from slime_instrument._errors import InstrumentError
+from slime_instrument._format.convert import convert_files
+from slime_instrument._format.inspect import inspect_dump
+from slime_instrument._format.validate import validate_files
 
 __all__ = ["ODD", "damaged", "dumps", "use"]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slime_instrument.errors import DumpFormatError
+from slime_instrument._errors import DumpFormatError
 
 __all__ = ["make_corpus", "read_bytes"]
 
@@ -26,8 +26,8 @@ def read_bytes(content: bytes, folder: Path) -> str:
 
     Raises whatever leaves the readers although it must not, and AssertionError for a message of several lines.
     """
-    from slime_instrument.files.inspect import inspect_dump
-    from slime_instrument.files.validate import validate_files
+    from slime_instrument._format.inspect import inspect_dump
+    from slime_instrument._format.validate import validate_files
 
     path = folder / "0.pt"
     if content.startswith(_INNER):
@@ -110,10 +110,10 @@ def make_corpus(folder: Path) -> list[Path]:
 def main() -> None:
     import atheris  # type: ignore[import-untyped]
 
-    followed = ["slime_instrument.files", "pickle", "zipfile", "torch._weights_only_unpickler"]
+    followed = ["slime_instrument._format", "pickle", "zipfile", "torch._weights_only_unpickler"]
     with atheris.instrument_imports(include=followed):
-        import slime_instrument.files.inspect
-        import slime_instrument.files.validate  # noqa: F401 - imported here to be followed by the fuzzer
+        import slime_instrument._format.inspect
+        import slime_instrument._format.validate  # noqa: F401 - imported here to be followed by the fuzzer
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     atheris.Setup(sys.argv, lambda content: read_bytes(content, folder) and None)
     atheris.Fuzz()

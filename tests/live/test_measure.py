@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_instrument.analysis.compare import compare
-from slime_instrument.files.records import RolloutDump, TrainDump
-from slime_instrument.live.alert import METRICS
-from slime_instrument.live.measure import flat, measure_payload
+from slime_instrument._analysis.compare import compare
+from slime_instrument._format.records import RolloutDump, TrainDump
+from slime_instrument._live.alert import METRICS
+from slime_instrument._live.measure import flat, measure_payload
 
 from .dumps import payload
 
@@ -65,7 +65,7 @@ def test_it_brings_nothing_into_training_that_does_not_belong_there() -> None:
     script = (
         "import sys, torch\n"
         "before = set(sys.modules)  # torch itself may import some of them\n"
-        "import slime_instrument.live.watch, slime_instrument.live.measure\n"
+        "import slime_instrument._live.watch, slime_instrument._live.measure\n"
         "heavy = {'polars', 'pyarrow', 'rich', 'typer', 'pydantic', 'jinja2', 'textual', 'pandas', 'wandb'}\n"
         "print(sorted((heavy & set(sys.modules)) - before))"
     )

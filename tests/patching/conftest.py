@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from slime_instrument.patching.declaration import Patch
-from slime_instrument.patching.failures import FailurePolicy
-from slime_instrument.patching.patcher import Patcher
+from slime_instrument._patching.declaration import Patch
+from slime_instrument._patching.failures import FailurePolicy
+from slime_instrument._patching.patcher import Patcher
 
 from .world import World
 

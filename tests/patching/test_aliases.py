@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slime_instrument.patching.patcher import Patcher
+from slime_instrument._patching.patcher import Patcher
 
 from .world import World, patch, same, tagging
 

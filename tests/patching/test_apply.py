@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import wrapt
 
-from slime_instrument.patching.patcher import Patcher
+from slime_instrument._patching.patcher import Patcher
 
 from .world import World, patch, same, tagging
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from slime_instrument.patching.declaration import Advice, Patch, Target
-from slime_instrument.patching.patcher import Patcher
+from slime_instrument._patching.declaration import Advice, Patch, Target
+from slime_instrument._patching.patcher import Patcher
 
 from .world import World, patch, same, tagging
 

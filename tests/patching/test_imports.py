@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from slime_instrument.patching import apply as apply_module
-from slime_instrument.patching.imports import on_import
-from slime_instrument.patching.patcher import Patcher
+from slime_instrument._patching import apply as apply_module
+from slime_instrument._patching.imports import on_import
+from slime_instrument._patching.patcher import Patcher
 
 from .world import World, patch, tagging
 
@@ -80,7 +80,7 @@ def test_an_exception_in_a_hook_of_ours_never_reaches_the_import(
     def fail(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("ours")
 
-    import slime_instrument.patching.patcher as patcher_module
+    import slime_instrument._patching.patcher as patcher_module
 
     more: dict[str, Any] = {}
     if broken == "unneeded":

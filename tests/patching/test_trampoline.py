@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from slime_instrument.errors import DumpError, SettingsError, TrainingPathError
-from slime_instrument.patching.declaration import Advice, Call
-from slime_instrument.patching.patcher import Patcher
+from slime_instrument._errors import DumpError, SettingsError, TrainingPathError
+from slime_instrument._patching.declaration import Advice, Call
+from slime_instrument._patching.patcher import Patcher
 
 from .world import World, patch, tagging
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slime_instrument.patching.declaration import Advice, Call, Patch, Target
+from slime_instrument._patching.declaration import Advice, Call, Patch, Target
 
 Snapshot = dict[str, dict[str, Any]]
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime_instrument.activation.check import check
-from slime_instrument.files.schema import PROVENANCE
+from slime_instrument._activation.check import check
+from slime_instrument._format.schema import PROVENANCE
 from slime_instrument.lab import LabOptions, LabResult, train
 from slime_instrument.lab.matrix.agreement import check_agrees
 from slime_instrument.lab.matrix.plan import LAST_WITHOUT, Cell

@@ -81,7 +81,7 @@ def test_swapped_zigzag_chunks_are_noticed_by_every_comparison(
     """The comparisons above can fail: here the back chunk is taken for the front one."""
     plugin = tmp_path / "broken.py"
     plugin.write_text(
-        "from slime_instrument.dump import zigzag\n"
+        "from slime_instrument._dump import zigzag\n"
         "right = zigzag.owned\n"
         "zigzag.owned = lambda *args: right(*args)[::-1]\n"
     )
@@ -98,7 +98,7 @@ def test_a_missing_seam_is_noticed_and_leaves_no_half_captured_values(
     runs: Runs, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     plugin = tmp_path / "broken.py"
-    plugin.write_text("from slime_instrument.seams import micro_batches\nmicro_batches.PATCHES = ()\n")
+    plugin.write_text("from slime_instrument._hooks import micro_batches\nmicro_batches.PATCHES = ()\n")
     payload = _load(_train(tmp_path, sources, plugin=plugin).train_dumps[0])
     assert not any("log_probs" in sample for sample in payload["samples"])
     found, _ = from_single(payload, _of(runs, DP2_CP2.single), tolerance=1e-5, exact=True, cp=2)

@@ -108,7 +108,7 @@ def page(tmp_path: Path) -> Callable[..., Path]:
     pytest.importorskip("jinja2")
 
     def write(**run: Any) -> Path:
-        from slime_instrument.report.build import write_report
+        from slime_instrument._report.build import write_report
 
         from .dumps import write_run
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from slime_instrument.errors import DumpFormatError
-from slime_instrument.report.build import write_report
-from slime_instrument.report.page import json_in_html
+from slime_instrument._errors import DumpFormatError
+from slime_instrument._report.build import write_report
+from slime_instrument._report.page import json_in_html
 
 from .dumps import HOSTILE, one_bad_token, ragged, shifted, write_run
 
@@ -112,7 +112,7 @@ def test_sample_tables_that_do_not_fit_keep_the_samples_that_differ_most(tmp_pat
 
 
 def test_a_huge_response_is_cut_around_its_worst_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime_instrument.report.tokens.LONGEST", 50)
+    monkeypatch.setattr("slime_instrument._report.tokens.LONGEST", 50)
 
     def change(train: list[dict[str, Any]], _source: list[dict[str, Any]]) -> None:
         train[0]["log_probs"][170] -= 1.0

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_instrument.analysis.compare import compare
-from slime_instrument.analysis.table import TokenTable
-from slime_instrument.report.charts import density, histogram, round_up
+from slime_instrument._analysis.compare import compare
+from slime_instrument._analysis.table import TokenTable
+from slime_instrument._report.charts import density, histogram, round_up
 
 from .dumps import one_bad_token, write_run
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_instrument.errors import DumpFormatError
-from slime_instrument.report.pairing import find_pairs
+from slime_instrument._errors import DumpFormatError
+from slime_instrument._report.pairing import find_pairs
 
 from .dumps import write_run
 

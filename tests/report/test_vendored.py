@@ -6,7 +6,7 @@ import hashlib
 import re
 from importlib import resources
 
-STATIC = resources.files("slime_instrument.report") / "static"
+STATIC = resources.files("slime_instrument._report") / "static"
 
 
 def test_each_vendored_file_is_the_one_that_the_table_names() -> None:

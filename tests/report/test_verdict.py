@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from slime_instrument.analysis.compare import compare
-from slime_instrument.report.verdict import Verdict, judge, judge_all
+from slime_instrument._analysis.compare import compare
+from slime_instrument._report.verdict import Verdict, judge, judge_all
 
 from .dumps import Change, one_bad_token, ragged, shifted, write_run
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from textual.widgets import DataTable, Static
 
-from slime_instrument.view.app import Viewer
-from slime_instrument.view.source import Source, choose_files
+from slime_instrument._view.app import Viewer
+from slime_instrument._view.source import Source, choose_files
 
 
 def drive(folder: Path, act: Callable[[Viewer, Any], Awaitable[None]]) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from slime_instrument.errors import DumpFormatError
-from slime_instrument.view.heat import PAGE, Tokens, printable
-from slime_instrument.view.source import Row, Source, choose_files
+from slime_instrument._errors import DumpFormatError
+from slime_instrument._view.heat import PAGE, Tokens, printable
+from slime_instrument._view.source import Row, Source, choose_files
 
 
 def test_of_a_folder_the_last_rollout_is_chosen_by_number(write_dumps: Callable[..., Path]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_instrument.activation.check import check
+from slime_instrument._activation.check import check
 
 
 @functools.cache

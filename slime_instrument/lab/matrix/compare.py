@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from slime_instrument.files.schema import CONTEXT_PARALLEL_FIELDS, FORGOTTEN_CONTEXT_PARALLEL_FIELDS, PROVENANCE
+from slime_instrument._format.schema import CONTEXT_PARALLEL_FIELDS, FORGOTTEN_CONTEXT_PARALLEL_FIELDS, PROVENANCE
 
 #: Fields that the model's own arithmetic is in. All others must not depend on the layout at all.
 MODEL_FIELDS = ("log_probs", "ref_log_probs", "entropy", "ref_entropy", "teacher_entropy", "kl", "opd_reverse_kl")

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime_instrument._versions import installed
 from slime_instrument.lab.matrix.layouts import LAYOUTS, RECIPE_LAYOUTS
 from slime_instrument.lab.matrix.plan import AROUND_NATIVE, MINIATURE, RELEASES, Cell, cells
 from slime_instrument.lab.matrix.recipes import RECIPES
 from slime_instrument.lab.samples import EDGE_KINDS
 from slime_instrument.lab.sources import source_version
-from slime_instrument.versions import installed
 
 Found = Mapping[str, Mapping[str, Any]]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from slime_instrument.files.schema import CONTEXT_PARALLEL_FIELDS, WHOLE_BATCH_FIELDS
+from slime_instrument._format.schema import CONTEXT_PARALLEL_FIELDS, WHOLE_BATCH_FIELDS
 from slime_instrument.lab.matrix.compare import differences
 from slime_instrument.lab.matrix.layouts import Layout
 

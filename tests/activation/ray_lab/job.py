@@ -164,7 +164,7 @@ def main() -> None:
         "train_env_vars": args.train_env_vars,
         "create_s": ready - began,
         "train_s": trained - ready,
-        "driver_armed": "slime_instrument.runtime" in sys.modules and look_at_driver(),
+        "driver_armed": "slime_instrument._runtime" in sys.modules and look_at_driver(),
     }
     print("\n" + json.dumps(document))
 

@@ -1,4 +1,4 @@
-"""The miniature: a small trainer with slime's module paths, seams and habits. It is not slime.
+"""The miniature: a small trainer with slime's module paths, hooks and habits. It is not slime.
 
 Written for the slime_instrument lab, so that a machine without slime can still train under instrumentation. Names and
 signatures are those of slime just before pull request #2266; the model, its parallel wrapper, the pipeline schedules

@@ -1,0 +1,70 @@
+"""Arming before anything heavy is imported. Standard library only: the ``.pth`` calls this at interpreter start.
+
+Nothing of slime, torch or wrapt is loaded here: ``waiting`` arms just before the first import of slime.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from slime_instrument._activation import waiting
+from slime_instrument._activation.switch import is_on
+
+__all__ = ["arm_on_import", "boot", "worker_process_setup_hook"]
+
+ROUTE_VARIABLE = "SLIME_INSTRUMENT_ROUTE"
+IMPORT_ROUTE = "import slime_instrument"
+
+
+def boot(how: str) -> None:
+    """What the ``.pth``, the ``.start`` file and ``sitecustomize`` call. Arms if ``SLIME_INSTRUMENT`` says so."""
+    if is_on():
+        _arm_as(how)
+
+
+def worker_process_setup_hook() -> None:
+    """For Ray's option of that name: arms each worker of a job, unless ``SLIME_INSTRUMENT=0``.
+
+    For nodes where the package can be imported and is not installed, so that no ``.pth`` is there. Never raises: a
+    hook that does kills the worker.
+    """
+    if is_on() is not False:
+        _arm_as("worker_process_setup_hook")
+
+
+def _arm_as(how: str) -> None:
+    how = os.environ.get(ROUTE_VARIABLE, how)
+    watch = waiting.watch()
+    if watch is not None and watch.route == IMPORT_ROUTE:
+        # Calling this function imported the package, which waits by itself; what called is the true route.
+        watch.route = how
+    else:
+        waiting.wait_or_arm(how, _arm)
+
+
+def arm_on_import() -> None:
+    """What ``import slime_instrument`` does: arms unless switched off, and not by itself under pytest."""
+    switch = is_on()
+    if switch is False or (switch is None and _under_pytest()):
+        return
+    waiting.wait_or_arm(os.environ.get(ROUTE_VARIABLE, IMPORT_ROUTE), _arm)
+
+
+def _arm(how: str) -> None:
+    """Arm now. Nothing may leave: this runs inside somebody's import of slime."""
+    try:
+        from slime_instrument._runtime import arm_quietly
+
+        arm_quietly(how)
+    except Exception:
+        import logging
+
+        logging.getLogger("slime_instrument").exception(
+            "slime_instrument: could not arm; training goes on without instrumentation"
+        )
+
+
+def _under_pytest() -> bool:
+    # The variable alone is inherited by everything that a test starts; the module alone may be a library's import.
+    return "PYTEST_VERSION" in os.environ and "_pytest.config" in sys.modules

@@ -1,0 +1,148 @@
+"""What a finding is, and what it is found in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from slime_instrument._analysis.blocks import Block
+from slime_instrument._analysis.join import Join
+from slime_instrument._analysis.percentiles import percentiles
+from slime_instrument._analysis.sums import PairSums
+from slime_instrument._analysis.table import TokenTable
+from slime_instrument._format.plain import plain_value
+from slime_instrument._format.records import RolloutDump, TrainDump
+
+__all__ = ["Finding", "View"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A named cause.
+
+    Attributes:
+        code: name of the cause; ``docs/findings.md`` has a section of that name.
+        message: what the data shows, with numbers, and what it usually means.
+        samples: rollout positions of the samples that show it.
+        evidence: the numbers, as plain values.
+        tokens: the tokens that this explains, bool, shape ``(N,)``; later findings do not look at them.
+    """
+
+    code: str
+    message: str
+    samples: list[int]
+    evidence: dict[str, Any] = field(default_factory=dict)
+    tokens: torch.Tensor | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Without ``tokens``, as plain values; what is not finite is None."""
+        return {
+            "code": self.code,
+            "message": self.message,
+            "samples": self.samples,
+            "evidence": plain_value(self.evidence),
+        }
+
+
+@dataclass(frozen=True)
+class View:
+    """Everything that a finding may look at.
+
+    Attributes:
+        rollout, train: the dumps.
+        join: who belongs to whom.
+        table: the tokens of the joined pairs.
+        explained: tokens that an earlier finding accounts for, bool, shape ``(N,)``; None before the first one.
+        memo: what findings of this view share; never handed on to another view.
+    """
+
+    rollout: RolloutDump
+    train: TrainDump
+    join: Join
+    table: TokenTable
+    explained: torch.Tensor | None = None
+    memo: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def open(self) -> torch.Tensor:
+        """Comparable tokens that nothing explains yet, bool, shape ``(N,)``. ``K`` counts them."""
+        return self.table.comparable if self.explained is None else self.table.comparable & ~self.explained
+
+    @cached_property
+    def n_open(self) -> int:
+        """``K``."""
+        return int(self.pair_sums.counts.sum())
+
+    @cached_property
+    def delta(self) -> torch.Tensor:
+        """δ of the open tokens, float64, shape ``(K,)``. For few tokens: what looks at all of them takes blocks."""
+        return self.train_values().double().sub_(self.rollout_values())
+
+    @cached_property
+    def size(self) -> torch.Tensor:
+        """\\|δ\\| of the open tokens, float32, shape ``(K,)``."""
+        return self.table.size if self.explained is None else self.table.size[self.open[self.table.comparable]]
+
+    @cached_property
+    def sample(self) -> torch.Tensor:
+        """Pair of each open token, int64, shape ``(K,)``."""
+        return self.table.sample[self.open].long()
+
+    @cached_property
+    def pair_sums(self) -> PairSums:
+        """Counts and sums of the open tokens of each pair."""
+        if self.explained is None:
+            return self.table.pair_sums
+        return PairSums.of(self.blocks(), len(self.table.lengths))
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Open tokens of each pair, float64, shape ``(S,)``."""
+        return self.pair_sums.counts
+
+    @cached_property
+    def mean_abs(self) -> torch.Tensor:
+        """mean \\|δ\\| over the open tokens of each pair; NaN for a pair without one. Shape ``(S,)``."""
+        return self.pair_sums.size / self.pair_sums.counts
+
+    @cached_property
+    def noise(self) -> float:
+        """Median \\|δ\\| of the open tokens: what is usual in this pair of dumps. 0.0 without any."""
+        return percentiles(self.size, (0.5,))[0] if self.n_open else 0.0
+
+    def blocks(self) -> Iterator[Block]:
+        """The open tokens, block by block."""
+        return self.table.blocks(self.open)
+
+    def rollout_values(self) -> torch.Tensor:
+        """log μ of the open tokens, float32, shape ``(K,)``."""
+        return self.table.rollout if self.n_open == len(self.open) else self.table.rollout[self.open]
+
+    def train_values(self) -> torch.Tensor:
+        """log π of the open tokens, float32, shape ``(K,)``."""
+        return self.table.train if self.n_open == len(self.open) else self.table.train[self.open]
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums of a ``(K,)`` tensor over each pair, float64, shape ``(S,)``."""
+        return torch.bincount(self.sample, weights=values, minlength=len(self.table.lengths)).double()
+
+    def positions(self, pairs: torch.Tensor | list[int]) -> list[int]:
+        """Rollout positions of pairs, given by their number, in order and each once."""
+        numbers = pairs.tolist() if isinstance(pairs, torch.Tensor) else pairs
+        return sorted({self.table.pairs[i].position for i in numbers})
+
+    def positions_with(self, tokens: torch.Tensor) -> list[int]:
+        """Rollout positions of the pairs that have any of the tokens, bool, shape ``(N,)``."""
+        return self.positions(self.pairs_with(tokens))
+
+    def pairs_with(self, tokens: torch.Tensor) -> list[int]:
+        """Numbers of the pairs that have any of the tokens, bool, shape ``(N,)``; in order."""
+        return [int(i) for i in self.table.counts_of(tokens).nonzero().flatten()]
+
+    def tokens_of(self, pairs: torch.Tensor) -> torch.Tensor:
+        """All tokens of the pairs that a ``(S,)`` bool tensor names: bool, shape ``(N,)``."""
+        return pairs.repeat_interleave(self.table.lengths)

@@ -1,0 +1,68 @@
+"""The ``slime-instrument`` command: collects the commands, each from its own file."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from slime_instrument._activation import switch, waiting
+from slime_instrument._cli import check, compare, convert, demo, export, inspect, report, run, status, validate, view
+from slime_instrument._cli.output import CANNOT_LOOK
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="slime-instrument",
+    help="One aligned train dump per rollout from an unedited slime, and the tools to read it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from slime_instrument import __version__
+
+        print(f"slime-instrument {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+for _module in (status, check, run, demo, inspect, validate, compare, report, view, export, convert):
+    _module.register(app)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit with its status.
+
+    Args:
+        arguments: instead of those of the process.
+    """
+    if switch.is_on() is None:
+        # Importing the package armed this process too. It will not train, and `status` tells of the environment.
+        waiting.cancel()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that is not UTF-8, or half of a surrogate pair from a file, ends no command.
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        app(args=arguments, prog_name="slime-instrument")
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`). Python would complain again while it flushes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(CANNOT_LOOK)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,122 @@
+"""The manners of every command: where output goes, how JSON looks, how errors end.
+
+``--json`` puts exactly one JSON document on stdout; everything else goes to stderr. Exit status: 0 fine; 1 looked and
+something is wrong; 2 could not look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = [
+    "CANNOT_LOOK",
+    "FINE",
+    "WRONG",
+    "AllowPickle",
+    "Json",
+    "console",
+    "fail",
+    "finish",
+    "note",
+    "print_json",
+    "progress",
+    "reporting_errors",
+    "shown",
+]
+
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+
+FINE, WRONG, CANNOT_LOOK = 0, 1, 2
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; everything else on stderr.")]
+AllowPickle = Annotated[
+    bool,
+    typer.Option("--allow-pickle", help="Read rollout dumps with arbitrary objects. This can run code from the file."),
+]
+
+
+def console() -> Console:
+    """A console on stdout: colours and tables on a terminal, plain and uncut text in a pipe."""
+    from rich.console import Console
+
+    # A pipe has no width: without one rich would cut tables at 80 columns.
+    return Console(width=None if sys.stdout.isatty() else 10_000, highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def shown(value: Any) -> str:
+    """A value from a file for :func:`console`: its brackets are no markup, its control characters no commands."""
+    from rich.markup import escape
+
+    return escape(_printable(str(value)))
+
+
+def print_json(document: Any) -> None:
+    """Print one document as strict JSON: no NaN, no Infinity. What stdout cannot encode is escaped as JSON does it."""
+    text = json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False, default=str)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # another encoding, or half of a surrogate pair from a file or its name
+        text = json.dumps(document, indent=2, allow_nan=False, default=str)
+    sys.stdout.write(text + "\n")
+
+
+def note(text: str) -> None:
+    """Say something beside the result."""
+    print(_printable(text), file=sys.stderr)
+
+
+def finish(code: int) -> NoReturn:
+    """End the command with an exit status."""
+    raise typer.Exit(code)
+
+
+def fail(message: str, *, as_json: bool = False) -> NoReturn:
+    """End a command that could not look: one line on stderr, and with ``--json`` a document that says so."""
+    line = " ".join(message.split())
+    note(line if line.startswith("slime_instrument") else f"slime-instrument: {line}")
+    if as_json:
+        print_json({"error": line})
+    finish(CANNOT_LOOK)
+
+
+@contextlib.contextmanager
+def reporting_errors(*, as_json: bool = False) -> Iterator[None]:
+    """Turn errors that a user can act on into one line and exit status 2. Everything else is a bug and stays loud."""
+    from slime_instrument._errors import InstrumentError
+
+    try:
+        yield
+    except InstrumentError as error:
+        fail(str(error), as_json=as_json)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        fail(f"{where}{error.strerror or error}", as_json=as_json)
+
+
+@contextlib.contextmanager
+def progress(start: str) -> Iterator[Callable[[str], None]]:
+    """Show what long work is doing on a terminal, on stderr; show nothing in a pipe."""
+    if not sys.stderr.isatty():
+        yield lambda _text: None
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    with Console(stderr=True).status(escape(start)) as status:
+        yield lambda text: status.update(escape(text))
+
+
+def _printable(text: str) -> str:
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)

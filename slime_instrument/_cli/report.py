@@ -1,0 +1,67 @@
+"""``slime-instrument report``: one HTML file that answers what is wrong, where, since when and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slime_instrument._cli.output import AllowPickle, Json, fail, note, print_json, progress, reporting_errors
+
+if TYPE_CHECKING:
+    from slime_instrument._report.build import Report
+
+_EPILOG = "Example: slime-instrument report /data/run7 -o report.html --tokenizer /models/Qwen3-4B"
+_SHOWN = 8
+
+
+def report(
+    dumps: Annotated[
+        list[Path],
+        typer.Argument(metavar="FOLDER | ROLLOUT TRAIN...", help="A --dump-details folder, or dumps of both sides."),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE.html", help="The page to write.")] = Path(
+        "report.html"
+    ),
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A local tokenizer folder: shows tokens as text.")
+    ] = None,
+    allow_pickle: AllowPickle = False,
+    json: Json = False,
+) -> None:
+    """Compare every rollout with its training and write one self-contained page.
+
+    The page opens from disk without a network. Exit status: 0 written, whatever it says; 2 nothing to report on.
+    """
+    with reporting_errors(as_json=json):
+        try:
+            import jinja2  # noqa: F401
+        except ImportError:
+            fail("the report needs jinja2: pip install 'slime-instrument[report]'", as_json=json)
+        from slime_instrument._report.build import write_report
+
+        with progress("reading") as say:
+            written = write_report(dumps, out, tokenizer=tokenizer, allow_pickle=allow_pickle, progress=say)
+        for one in written.skipped[:_SHOWN]:
+            note(f"slime-instrument: not used: {one.file}: {one.reason}")
+        if len(written.skipped) > _SHOWN:
+            note(f"slime-instrument: and {len(written.skipped) - _SHOWN} more files not used")
+        if json:
+            print_json(written.as_dict())
+        else:
+            _print(written)
+
+
+def _print(written: Report) -> None:
+    print(written.verdict.headline)
+    for question, answer, _ in written.verdict.answers:
+        print(f"  {question}: {answer}")
+    for one in written.left_out:
+        print(f"  left out: {one}")
+    print(f"{written.path}: {len(written.pairs)} rollouts, {written.size / 1e6:.1f} MB")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(epilog=_EPILOG)(report)

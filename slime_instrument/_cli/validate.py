@@ -1,0 +1,79 @@
+"""``slime-instrument validate DUMP…``: is anything wrong with these dumps?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slime_instrument._cli.output import (
+    CANNOT_LOOK,
+    WRONG,
+    AllowPickle,
+    Json,
+    console,
+    finish,
+    note,
+    print_json,
+    reporting_errors,
+    shown,
+)
+
+if TYPE_CHECKING:
+    from slime_instrument._format.findings import Finding
+
+_EPILOG = "Example: slime-instrument validate dumps/train_data/0.pt --rollout dumps/rollout_data/0.pt"
+_SHOWN_PER_CODE = 10
+
+
+def validate(
+    dumps: Annotated[list[Path], typer.Argument(metavar="DUMP...", help="Train dumps (v2 or old) and rollout dumps.")],
+    rollout: Annotated[
+        Path | None, typer.Option(metavar="DUMP", help="The rollout dump that the train dumps came from.")
+    ] = None,
+    allow_pickle: AllowPickle = False,
+    json: Json = False,
+) -> None:
+    """Check structure, lengths, order, coverage and schedule; with --rollout also tokens and rewards.
+
+    Exit status 1: something is wrong. 2: a file could not be read; the others are still checked.
+    """
+    with reporting_errors(as_json=json):
+        from slime_instrument._format.validate import validate_files
+
+        report = validate_files(dumps, rollout=rollout, allow_pickle=allow_pickle)
+    for finding in report.unreadable:
+        note(f"slime-instrument: {finding.message}")
+    if json:
+        print_json(report.as_dict())
+    else:
+        _print("error", [finding for finding in report.errors if finding.code != "unreadable"])
+        _print("warning", report.warnings)
+        looked = len(dumps) - len(report.unreadable)
+        print(
+            f"{looked} of {len(dumps)} files read: {len(report.errors) - len(report.unreadable)} errors, "
+            f"{len(report.warnings)} warnings"
+        )
+    if report.unreadable:
+        finish(CANNOT_LOOK)
+    if not report.valid:
+        finish(WRONG)
+
+
+def _print(level: str, findings: list[Finding]) -> None:
+    out = console()
+    colour = {"error": "red", "warning": "yellow"}[level]
+    by_code: dict[str, list[Finding]] = {}
+    for finding in findings:
+        by_code.setdefault(finding.code, []).append(finding)
+    for code, group in by_code.items():
+        for finding in group[:_SHOWN_PER_CODE]:
+            out.print(f"[{colour}]{level}[/] {shown(f'{finding.file}: [{code}] {finding.message}')}")
+        if len(group) > _SHOWN_PER_CODE:
+            out.print(f"  and {len(group) - _SHOWN_PER_CODE} more of {code} (--json has all of them)")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(epilog=_EPILOG)(validate)

@@ -1,0 +1,112 @@
+"""The exceptions of this package, and the five parts every message of ours has.
+
+Each exception also is the builtin that callers already catch. Standard library only: this module is imported at
+interpreter start.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+__all__ = [
+    "DumpError",
+    "DumpFormatError",
+    "InstrumentError",
+    "PatchError",
+    "SettingsError",
+    "TrainingPathError",
+    "describe",
+    "five_parts",
+    "not_ours",
+]
+
+
+class InstrumentError(Exception):
+    """Base of every error that slime_instrument raises on purpose."""
+
+
+class SettingsError(InstrumentError, ValueError):
+    """A ``SLIME_INSTRUMENT_*`` variable has a value that cannot be used. Raised when arming or when training starts."""
+
+
+class TrainingPathError(InstrumentError, ValueError):
+    """The path of the train dump cannot work for this run. Raised when training starts, before the first rollout."""
+
+
+class PatchError(InstrumentError, RuntimeError):
+    """A target could not be patched, or a patch could not be taken back."""
+
+
+class DumpError(InstrumentError, RuntimeError):
+    """A dump could not be made. Raised into training in strict mode only; otherwise logged once and counted."""
+
+
+class DumpFormatError(InstrumentError, ValueError):
+    """A file is not a dump that this package can read, or is not safe to read."""
+
+
+def five_parts(subject: str, *, expected: str, found: str, follows: str, next_step: str) -> str:
+    """Build an error message: subject, what was expected, what was found, what follows, what to do next.
+
+    >>> print(five_parts("SLIME_INSTRUMENT_EVERY", expected="a whole number above 0", found="'often'",
+    ...                  follows="Nothing was armed.", next_step="Set it to 1 to dump every rollout."))
+    slime_instrument: SLIME_INSTRUMENT_EVERY: expected a whole number above 0, found 'often'. Nothing was armed. \
+Set it to 1 to dump every rollout.
+    """
+    return f"slime_instrument: {subject}: expected {expected}, found {found}. {follows} {next_step}"
+
+
+def describe(error: BaseException) -> str:
+    """Type and message of ``error``. Never raises: the message of somebody else's exception is somebody else's code."""
+    try:
+        text = str(error)
+    except Exception as failed:
+        text = f"(its message cannot be shown: str() raises {type(failed).__name__})"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def not_ours(error: BaseException) -> bool:
+    """Whether ``error`` was thrown into our code from outside and must reach the caller, as it would without us.
+
+    Python runs signal handlers wherever the main thread happens to be, and ``PyThreadState_SetAsyncExc`` raises there;
+    a watchdog of the user's may so raise in the middle of our work. Every ``except Exception`` of ours asks this first.
+    Two things give such an exception away: a frame of its traceback is a signal handler (it was handed the very frame
+    that it interrupted), or its class is the user's while no code of the user's was called. An exception of a builtin
+    class set by ``PyThreadState_SetAsyncExc`` cannot be told from a failure of ours and counts as one.
+    """
+    if not isinstance(error, Exception):
+        return True
+    called_theirs = False
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if _handles_a_signal(frame):
+            return True
+        called_theirs = called_theirs or not _is_known(frame.f_globals.get("__name__"))
+        trace = trace.tb_next
+    return not called_theirs and not _is_known(type(error).__module__)
+
+
+def _handles_a_signal(frame: FrameType) -> bool:
+    """Whether ``frame`` is a handler called as ``handler(number, interrupted frame)``."""
+    code, interrupted = frame.f_code, frame.f_back
+    if interrupted is None:
+        return False
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 0x04)]
+    for name in names:
+        value = frame.f_locals.get(name)
+        if value is interrupted or (type(value) is tuple and any(item is interrupted for item in value)):
+            return True
+    return False
+
+
+def _is_known(module: object) -> bool:
+    """Whether code or an exception class of that module is ours, torch's or the standard library's."""
+    if not isinstance(module, str):
+        return True
+    top = module.partition(".")[0]
+    return top in _KNOWN or top in sys.stdlib_module_names
+
+
+_KNOWN = frozenset({"slime_instrument", "torch", "wrapt", "numpy"})

@@ -1,0 +1,85 @@
+"""The metrics of a dump that is still in memory. Bounded: a large dump is measured on evenly spaced samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slime_instrument._analysis.evidence import Finding, View
+from slime_instrument._analysis.findings import diagnose
+from slime_instrument._analysis.join import Join, Pair
+from slime_instrument._analysis.metrics import Limits, measure
+from slime_instrument._analysis.schedule import Schedule
+from slime_instrument._analysis.tabulate import tabulate
+from slime_instrument._format.checks.values import whole_number
+from slime_instrument._format.records import RolloutDump, TrainDump
+from slime_instrument._live.alert import METRICS
+
+__all__ = ["MOST_TOKENS", "flat", "measure_payload"]
+
+MOST_TOKENS = 1_000_000
+"""Response tokens that are measured at most: about a second of tensor work on one core."""
+
+
+def measure_payload(payload: Mapping[str, Any], path: Path, *, most_tokens: int = MOST_TOKENS) -> dict[str, Any]:
+    """The record of one dump: what ``compare`` measures, on the train side's own copy of the rollout's log-probs.
+
+    Args:
+        payload: a v2 payload.
+        path: where it was written.
+        most_tokens: above this number of response tokens, evenly spaced samples stand for all.
+    """
+    samples, total = payload["samples"], 0
+    for sample in samples:
+        total += whole_number(sample.get("response_lengths")) or 0
+    step = max(1, -(-total // most_tokens))
+    chosen = samples[::step]
+    pairs = [_pair(i * step, sample) for i, sample in enumerate(chosen)]
+    table = tabulate(pairs)
+    rollout_id = payload["rollout_id"]
+    source = RolloutDump(path, "rollout", rollout_id, [pair.rollout for pair in pairs])
+    train = TrainDump((path,), "train-v2", 2, rollout_id, payload["rank"], list(chosen), payload["dp_shards"])
+    n_shards = len(payload["dp_shards"])
+    schedule = Schedule(
+        missing=frozenset(), not_scheduled=frozenset(), n_covered=len(pairs), n_scheduled=None, shards=n_shards,
+        n_shards=None, short=False,
+    )  # fmt: skip
+    join = Join(pairs, [], schedule)
+    n_tokens = int(table.pair_sums.counts.sum())
+    findings: list[Finding] = diagnose(View(source, train, join, table)) if n_tokens else []
+    return {
+        "rollout_id": rollout_id,
+        "n_samples": len(samples),
+        "n_samples_measured": len(chosen),
+        "n_tokens": n_tokens,
+        **measure(table, rollout_id, Limits()),
+        "findings": [
+            {"code": one.code, "message": one.message, "n_samples": len(one.samples), "samples": one.samples[:20]}
+            for one in findings
+        ],
+    }
+
+
+def flat(record: Mapping[str, Any]) -> dict[str, float | None]:
+    """The metrics of a record under their dotted names; None where one has no value."""
+    values: dict[str, float | None] = {}
+    for name in METRICS:
+        value: Any = record
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        values[name] = value
+    return values
+
+
+def _pair(place: int, sample: dict[str, Any]) -> Pair:
+    """A train sample beside what it holds of its rollout sample."""
+    position = whole_number(sample.get("rollout_position"))
+    source = {
+        "index": whole_number(sample.get("sample_index")),
+        "tokens": sample.get("tokens"),
+        "response_length": sample.get("response_lengths"),
+        "rollout_log_probs": sample.get("rollout_log_probs"),
+        "weight_versions": sample.get("weight_versions"),
+    }
+    return Pair(place if position is None else position, source["index"], sample, source, True)

@@ -1,0 +1,126 @@
+"""What happens after a dump: measure, log, append one JSON line, warn. Never raises into training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slime_instrument._dump.template import dump_template
+from slime_instrument._live.tracking import log_metrics, rollout_step
+from slime_instrument._settings import Settings
+
+__all__ = ["METRICS_FILE", "LiveMetrics", "append_line", "report_command"]
+
+METRICS_FILE = "metrics.jsonl"
+
+logger = logging.getLogger("slime_instrument")
+
+
+class LiveMetrics:
+    """The live metrics of one process. ``settings.metrics`` asks for logging, ``settings.alert`` for warnings."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._warned_of: set[str] = set()
+        self._failed = False
+
+    def after_dump(self, args: Any, rollout_id: int, payload: Mapping[str, Any], path: Path) -> None:
+        """Take one dump. Called on the writer, which also is the rank where slime starts its trackers (data- and
+        context-parallel rank 0, tensor-parallel rank 0, last pipeline stage). No communication."""
+        if not (self._settings.metrics or self._settings.alert):
+            return
+        try:
+            self._take(args, rollout_id, payload, path)
+        except Exception as error:
+            # A metric is worth less than the training that it watches.
+            level = logging.DEBUG if self._failed else logging.WARNING
+            self._failed = True
+            logger.log(
+                level, "slime_instrument: no live metrics for rollout %s: %s: %s. The dump is not affected.",
+                rollout_id, type(error).__name__, error, exc_info=self._settings.strict,
+            )  # fmt: skip
+
+    def _take(self, args: Any, rollout_id: int, payload: Mapping[str, Any], path: Path) -> None:
+        from slime_instrument._live.measure import flat, measure_payload  # brings the analysis along
+
+        began = time.monotonic()
+        record = measure_payload(payload, path)
+        values = flat(record)
+        step = rollout_step(args, rollout_id)
+        passed = [str(alert) for alert in self._settings.alert.each if alert.passed(values)]
+        if self._settings.metrics:
+            shown = {**values, "n_tokens": record["n_tokens"], "findings": len(record["findings"])}
+            untracked = _log(args, shown, step)
+            line = {
+                "rollout_id": rollout_id, "step": step, "time": round(time.time(), 3), "dump": str(path), **record,
+                "alerts": passed, "not_tracked": untracked, "seconds": round(time.monotonic() - began, 4),
+            }  # fmt: skip
+            append_line(metrics_file(args, path), line)
+        self._say(args, rollout_id, record, values, passed, path)
+
+    def _say(
+        self,
+        args: Any,
+        rollout_id: int,
+        record: Mapping[str, Any],
+        values: Mapping[str, Any],
+        passed: list[str],
+        path: Path,
+    ) -> None:
+        """Findings when they first appear, and thresholds each time, with the command that shows more."""
+        codes = {one["code"] for one in record["findings"]}
+        if self._settings.metrics:
+            for one in record["findings"]:
+                if one["code"] not in self._warned_of:
+                    logger.warning("slime_instrument: rollout %s: %s: %s", rollout_id, one["code"], one["message"])
+        self._warned_of = codes
+        if passed:
+            found = ", ".join(f"{name} is {values[name]:.4g}" for name in dict.fromkeys(map(_metric_of, passed)))
+            logger.warning(
+                "slime_instrument: rollout %s passed %s: %s. Look at it with: %s",
+                rollout_id, ", ".join(passed), found, report_command(args, rollout_id, path),
+            )  # fmt: skip
+
+
+def _log(args: Any, values: Mapping[str, float | None], step: int) -> str | None:
+    """Why the tracker got nothing, or None. A tracker that fails does not cost the JSON line."""
+    try:
+        return log_metrics(args, values, step)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _metric_of(alert: str) -> str:
+    return alert.partition(">")[0].partition("<")[0]
+
+
+def metrics_file(args: Any, path: Path) -> Path:
+    """Beside the dumps: in the last folder whose name holds no placeholder."""
+    head = dump_template(args).partition("{")[0]
+    folder = Path(head) if head.endswith(os.sep) else Path(head).parent
+    return (folder if head else path.parent) / METRICS_FILE
+
+
+def append_line(file: Path, record: Mapping[str, Any]) -> None:
+    """Add one line of strict JSON. A line that a crash cut short stays alone on its line."""
+    text = json.dumps(record, allow_nan=False, default=str) + "\n"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "ab+") as out:
+        if out.tell() or out.seek(0, os.SEEK_END):
+            out.seek(-1, os.SEEK_END)
+            if out.read(1) != b"\n":
+                text = "\n" + text
+        out.write(text.encode())
+
+
+def report_command(args: Any, rollout_id: int, path: Path) -> str:
+    """The command that shows the page about this rollout."""
+    source = getattr(args, "save_debug_rollout_data", None)
+    rollout = str(source).replace("{rollout_id}", str(rollout_id)) if source else "ROLLOUT_DUMP"
+    return f"slime-instrument report {shlex.quote(rollout)} {shlex.quote(str(path))} -o report-{rollout_id}.html"
