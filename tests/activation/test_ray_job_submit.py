@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from slime_instrument._format.validate import validate_files
-from slime_instrument.lab import sources
+from slime_instrument.lab import _sources
 
 HERE = Path(__file__).parent / "ray_lab"
 
@@ -87,12 +87,12 @@ def test_one_variable_in_the_runtime_env_of_ray_job_submit_is_enough(
     cluster: str, own_token: dict[str, str], installed: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "logs").mkdir()
-    stubs = sources.MINIATURE.parent / "stubs"
+    stubs = _sources.MINIATURE.parent / "stubs"
     runtime_env = {
         "env_vars": {
             "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "LAB_LOGS": str(tmp_path / "logs"), "LAB_STUBS": str(stubs), "LAB_REAL": "",
-            "PYTHONPATH": os.pathsep.join(map(str, [HERE / "worker_site", sources.MINIATURE, stubs])),
+            "PYTHONPATH": os.pathsep.join(map(str, [HERE / "worker_site", _sources.MINIATURE, stubs])),
             "SLIME_INSTRUMENT": "1",
         }
     }  # fmt: skip
