@@ -2,7 +2,7 @@
 
     python job.py '{"out": DIR, "slime": DIR or null, "cp": 2, ...}'
 
-Ray is started for this run alone, and stopped at its end. See ``test_ray.py`` for the options.
+Ray is the cluster at ``address``, that of the submission, or one for this run alone; options as in ``test_ray.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 DEFAULTS: dict[str, Any] = {
     "slime": None, "tp": 1, "cp": 1, "driver_import": False, "job_env": {}, "train_env": {}, "off_rank": None,
     "setup_hook": None, "importable": None, "dump_name": "{rollout_id}.pt",
-    "submitted": False,
+    "address": None, "submitted": False,
 }  # fmt: skip
 COMMON = {
     "TORCHDYNAMO_DISABLE": "1",
@@ -127,6 +127,8 @@ def main() -> None:
     if options["submitted"]:
         # As slime's train.py: the cluster is there, and the environment is that of the submission.
         ray.init(logging_level="ERROR", log_to_driver=False)
+    elif options["address"]:
+        ray.init(address=options["address"], logging_level="ERROR", log_to_driver=False, runtime_env=runtime_env)
     else:
         ray.init(
             address="local", num_cpus=world, num_gpus=world, include_dashboard=False, logging_level="ERROR",
