@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +63,17 @@ def test_what_slime_or_megatron_reads_is_taken(name: str, tmp_path: Path) -> Non
 @pytest.mark.real_slime
 def test_real_slime_takes_what_it_reads_and_nothing_else() -> None:
     """Every override of the matrix, at each release that has the recipe."""
+    spec = importlib.util.find_spec("megatron")
+    assert spec is not None
+    installed = Path(next(iter(spec.submodule_search_locations or []))).parent
     for release, source in checkouts().items():
-        text = refusal(slime=source, core=Path("/"), overrides={"no_such_argument_at_all": True})
+        text = refusal(slime=source, core=installed, overrides={"no_such_argument_at_all": True})
         assert str(source) in text
         for cell in cells([release]):
             if absent(cell, source) is None:
                 overrides = {**RECIPES[cell.recipe].overrides, **LAYOUTS[cell.layout].overrides}
                 overrides |= UNEVEN if cell.samples == "uneven" else {}
-                check(LabOptions(out=Path("nowhere"), slime=source, core=Path("/"), overrides=overrides))
+                check(LabOptions(out=Path("nowhere"), slime=source, core=installed, overrides=overrides))
 
 
 @pytest.mark.real_slime
@@ -103,11 +108,14 @@ def test_a_custom_function_that_slime_never_calls_fails_the_run(
     plugin = tmp_path / "plugin.py"
     plugin.write_text(f"import sys\nsys.path.insert(0, {custom!r})\n")
     options: dict[str, Any] = {"slime": checkout("681b3adca~1"), "plugin": plugin}
-    with pytest.raises(LabError, match="custom_tis_function_path=my_plug_in.unused: never called on any rank"):
-        train(LabOptions(out=tmp_path / "1", overrides={"custom_tis_function_path": "my_plug_in.unused"}, **options))
+    unused = LabOptions(
+        out=tmp_path / "1", overrides={"custom_tis_function_path": "my_plug_in.unused"}, **options
+    )  # fmt: skip
+    with pytest.raises(LabError, match=r"custom_tis_function_path=my_plug_in\.unused: never called on any rank"):
+        train(unused)
+    missing = replace(unused, out=tmp_path / "2", overrides={"custom_tis_function_path": "nosuch.module.function"})
     with pytest.raises(LabError, match="No module named 'nosuch'"):
-        path = "nosuch.module.function"
-        train(LabOptions(out=tmp_path / "2", overrides={"custom_pg_loss_reducer_function_path": path}, **options))
+        train(missing)
     result = train(
         LabOptions(out=tmp_path / "3", overrides={"custom_reward_post_process_path": "my_plug_in.rewards"}, **options)
     )
