@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
-from pathlib import Path
-from typing import Any
 
 from slime_instrument._capture import current_session
-from slime_instrument._dump.agreement import Agreement, announce, default_store, withdraw
-from slime_instrument._dump.background import BackgroundWriter
-from slime_instrument._dump.rotation import Rotation, is_due
-from slime_instrument._dump.topology import read_topology
+from slime_instrument._dump.dumper import Dumper
 from slime_instrument._errors import SettingsError
 from slime_instrument._hooks import declared
 from slime_instrument._live.watch import LiveMetrics
@@ -43,35 +37,18 @@ class Runtime:
         policy = FailurePolicy(strict=lambda: self.settings.strict, listener=self._failed)
         self.patcher = Patcher(declared(), policy)
         self._failure: str | None = None  # outside of any train_actor call, such as while loading its data
-        self.rotation = Rotation(self.settings)
-        # A policy of its own: a file that could not be written says nothing against the dump that finds out.
-        self.background = BackgroundWriter(FailurePolicy(strict=lambda: self.settings.strict).report)
         self.live = LiveMetrics(self.settings)
-        self.dumps_written = 0
+        self.dumps: Dumper = Dumper(
+            self.settings,
+            FailurePolicy(strict=lambda: self.settings.strict).report,
+            self.live.after_dump,
+            earlier.dumps if earlier is not None else None,
+        )
         self.positions_from = "unknown"  # how the data loader came by the positions of the samples
-        # Kept over re-arming: the store still holds the decisions of dumps that were given up.
-        self._attempts: dict[int, int] = earlier._attempts if earlier is not None else {}
-        self._announced_in: Any = None
-        self._announced_rank = -1
-        self._step_began: float | None = None
 
     def refuse_bad_settings(self) -> None:
         if self.settings_error is not None:
             raise self.settings_error
-
-    def due(self, rollout_id: int) -> bool:
-        """Whether this rollout is dumped, as far as the settings say."""
-        return is_due(self.settings, rollout_id)
-
-    def announce(self) -> None:
-        """Let the other ranks know that this one is armed; once per job store."""
-        import torch.distributed as dist
-
-        store = default_store()
-        if store is not self._announced_in:
-            self._announced_rank = dist.get_rank()
-            announce(store, self._announced_rank)
-            self._announced_in = store
 
     def _failed(self, where: str, error: BaseException, for_good: bool) -> None:
         """A piece of ours failed: this rollout's dump is skipped as a whole. When the dump itself failed, the other
@@ -84,40 +61,17 @@ class Runtime:
             elif patch.group == _LOADING:
                 self._failure = self._failure or text
             if session is not None and patch.hold:
-                self._give_up(session.rollout_id, text)
+                self.dumps.give_up(session.rollout_id, text)
             if for_good:
-                self.step_out()
+                self.step_out(text)
 
-    def _give_up(self, rollout_id: int, reason: str) -> None:
-        """Tell the others not to wait for this rank in this dump, unless it has no part in it."""
-        try:
-            has_part = read_topology().takes_part
-        except Exception:
-            has_part = True  # not known, and a rank that waits in vain is worse than a dump less
-        if has_part and self._announced_in is not None:
-            Agreement(self._announced_in, self.dump_key(rollout_id), self._announced_rank, (), 0.0).give_up(reason)
-
-    def step_out(self) -> None:
-        """Take the announcement back, so that no rank waits for this one; it is not made again by this runtime."""
-        if self._announced_in is not None:
-            try:
-                withdraw(self._announced_in, self._announced_rank)
-            except Exception:
-                logger.debug("slime_instrument: could not withdraw from the store", exc_info=True)
+    def step_out(self, reason: str = "uninstrumented") -> None:
+        self.dumps.step_out(reason)
 
     def take_failure(self) -> str | None:
         """What failed since the last ``train_actor`` call, and so concerns the rollout that is about to train."""
         failure, self._failure = self._failure, None
         return failure
-
-    def training_begins(self, rollout_id: int) -> None:
-        """A ``train_actor`` call that is to end in a dump begins."""
-        self._step_began = time.monotonic()
-        self._attempts[rollout_id] = self._attempts.get(rollout_id, -1) + 1
-
-    def dump_key(self, rollout_id: int) -> str:
-        """What identifies this dump among the ranks: the rollout, and how often it was trained before."""
-        return f"{rollout_id}/{self._attempts.get(rollout_id, 0)}"
 
     def log_armed(self, template: str, *, details: bool) -> None:
         """The one line that each armed process logs. ``details``: also what is wrong, which one rank is enough for."""
@@ -138,14 +92,3 @@ class Runtime:
             logger.warning("slime_instrument: %s is bypassed in compiled %s", name, ", ".join(callers))
         if self.settings.unknown:
             logger.warning("slime_instrument: unknown settings ignored: %s", ", ".join(self.settings.unknown))
-
-    def wrote(self, rollout_id: int, path: Path, size: int, seconds: float) -> None:
-        """A dump is in place: say so once with what it cost, then rotate."""
-        self.dumps_written += 1
-        share = ""
-        if self._step_began is not None:
-            share = f", {100 * seconds / max(time.monotonic() - self._step_began, 1e-9):.1f} % of the train step"
-        level = logging.INFO if self.dumps_written == 1 else logging.DEBUG
-        logger.log(level, "slime_instrument: wrote %s, %.1f MB in %.2f s%s", path, size / 1e6, seconds, share)
-        for removed in self.rotation.wrote(rollout_id, path):
-            logger.debug("slime_instrument: rotation removed %s", removed)

@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from slime_instrument._dump.atomic import write_atomically
+from slime_instrument._dump.contribute import Topology, contribute
+from slime_instrument._dump.exchange import put_together
+from slime_instrument._dump.file import Disk, write_dump
 from slime_instrument._dump.payload import build_payload
-from slime_instrument._dump.restore import Part, Shard, restore
-from slime_instrument._dump.shard import contribute
-from slime_instrument._dump.topology import Topology
+from slime_instrument._dump.zigzag import Restoring
 from slime_instrument._errors import DumpError, DumpFormatError
 from slime_instrument._format.checks.values import as_ints, length_of, show
 from slime_instrument._format.columns import padded_lengths, refuse_malformed, whole_fields
@@ -84,7 +82,7 @@ def convert_files(
     if target.exists() and any(target.samefile(path) for path in dump.paths):
         raise unusable(target, "is one of the files to convert", next_step="Give another name with -o.")
     converted = convert_dump(dump, rollout=source, **sizes)
-    write_atomically(target, lambda file: torch.save(converted.payload, file))
+    write_dump(converted.payload, target, Disk(lambda text: None))
     return converted
 
 
@@ -123,16 +121,13 @@ def convert_dump(
     sources = _sources(dump.ranks, layout, warnings)
     if not sources:
         raise unusable(dump.path, f"and its {len(present)} files hold no whole data-parallel shard")
+    positions, notes = find_positions([dict(ranks[0].rollout_data) for ranks in sources.values()], rollout)
+    warnings += notes
     try:
-        shards = _restored(sources, layout)
+        parts = _restored(sources, layout, positions)
     except DumpError as error:
         raise DumpFormatError(f"{dump.path}: {error} Nothing was converted.") from None
-    positions, notes = find_positions([shard.rollout_data for shard in shards], rollout)
-    warnings += notes
-    if positions is not None:
-        for shard, own in zip(shards, positions, strict=True):
-            shard.rollout_data["partition"] = own
-    payload = build_payload(shards, rollout_id=dump.rollout_id or 0, writer_rank=shards[0].rank)
+    payload = build_payload(parts, rollout_id=dump.rollout_id or 0, writer_rank=parts[0].head.rank)
     warnings += _coverage(payload, len(rollout.samples) if rollout is not None else None)
     record = replace(train_dump_of(dump.path, payload), paths=dump.paths)
     return Converted(payload, record, layout, warnings)
@@ -164,23 +159,30 @@ def _sources(ranks: Sequence[RankData], layout: Layout, warnings: list[str]) -> 
     return sources
 
 
-def _restored(sources: dict[int, list[RankData]], layout: Layout) -> list[Shard]:
-    parts = []
-    for dp, ranks in sources.items():
+def _restored(sources: dict[int, list[RankData]], layout: Layout, positions: list[list[int]] | None) -> list[Restoring]:
+    """Raises :class:`DumpError` where the parts do not make a whole."""
+    contributions = []
+    for number, (dp, ranks) in enumerate(sources.items()):
         # A stage before the last lacks fields; what one part lacks cannot be restored from the others.
         common = set.intersection(*({k for k, v in rank.rollout_data.items() if v is not None} for rank in ranks))
         for cp, rank in enumerate(ranks):
             data = whole_fields(rank, common)
             padded = padded_lengths(data)
-            contribution = contribute(
-                data,
-                _topology(rank.rank, dp, cp, layout),
-                CONTEXT_PARALLEL_FIELDS,
-                padded=padded,
-                provenance=_provenance(data, layout, padded is not None, ranks),
+            if positions is not None:
+                data["partition"] = positions[number]
+            contributions.append(
+                contribute(
+                    data,
+                    _topology(rank.rank, dp, cp, layout),
+                    CONTEXT_PARALLEL_FIELDS,
+                    padded=padded,
+                    provenance=_provenance(data, layout, padded is not None, ranks),
+                )
             )
-            parts.append(Part(contribution.manifest, contribution.packer.flats()))
-    return restore(parts, layout.cp, CONTEXT_PARALLEL_FIELDS)
+    parts = put_together(contributions, layout.cp, CONTEXT_PARALLEL_FIELDS)
+    for name, why in ((n, w) for part in parts for n, w in {**part.head.left_out, **part.left_out}.items()):
+        raise DumpError(f"{name}: {why}.")
+    return parts
 
 
 def _topology(rank: int, dp: int, cp: int, layout: Layout) -> Topology:

@@ -16,7 +16,7 @@ import wrapt
 
 from slime_instrument import _runtime as runtime
 from slime_instrument._capture import POSITION_KEY
-from slime_instrument._dump.topology import megatron_is_up
+from slime_instrument._dump.contribute import megatron_is_up
 from slime_instrument._hooks.positions_v020 import reconstruct
 from slime_instrument._patching.declaration import Advice, Call, Patch, Target
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from slime_instrument import _runtime as runtime
-from slime_instrument._dump.template import check_template, check_writable
-from slime_instrument._dump.topology import megatron_is_up, read_topology
+from slime_instrument._dump.contribute import megatron_is_up, read_topology
+from slime_instrument._dump.file import dump_template
 from slime_instrument._patching.declaration import Advice, Call, Patch, Target
 
 
@@ -16,16 +16,14 @@ def check_run(call: Call) -> Advice | None:
     if getattr(args, "save_debug_train_data", None) is None:
         return None
     current.refuse_bad_settings()
-    template = check_template(args)
+    current.dumps.check(args)
 
     def started(result: object) -> object:
         if megatron_is_up():
             current.patcher.settle()
-            current.announce()
-            topology = read_topology()
-            if topology.is_writer:
-                check_writable(template, topology.rank)
-            current.log_armed(template, details=topology.is_writer)
+            states = [(r.patch.name, str(r.state), r.reason) for r in current.patcher]
+            current.dumps.start(args, states, current.route)
+            current.log_armed(dump_template(args), details=read_topology().is_writer)
         return result
 
     return Advice(after=started)

@@ -7,7 +7,7 @@ from typing import Any
 
 from slime_instrument import _runtime as runtime
 from slime_instrument._capture import LOCAL_KEY, CaptureSession, enter, leave
-from slime_instrument._dump.topology import megatron_is_up
+from slime_instrument._dump.contribute import megatron_is_up
 from slime_instrument._patching.declaration import Advice, Call, Patch, Target
 
 
@@ -18,10 +18,9 @@ def open_session(call: Call) -> Advice | None:
     current = runtime.current()
     failure = current.take_failure()
     current.patcher.settle()
-    if not current.due(rollout_id) or not current.patcher.stands("dump"):
+    if not current.dumps.due(rollout_id) or not current.patcher.stands("dump"):
         return None
-    current.training_begins(rollout_id)
-    current.announce()
+    current.dumps.begin(rollout_id)
     session = CaptureSession(rollout_id, rollout_data)
     session.failure = failure
     # slime averages every list that it does not know; without the patch that hides ours from it, none is added.

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime_instrument import _runtime as runtime
 from slime_instrument._capture import current_session
-from slime_instrument._dump.topology import megatron_is_up
+from slime_instrument._dump.contribute import Seen, megatron_is_up
 from slime_instrument._patching.declaration import Advice, Call, Patch, Target
 
 
@@ -23,13 +23,34 @@ def dump_instead(call: Call) -> Advice | None:
 
 def write(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     current = runtime.current()
-    if current.due(rollout_id):
-        from slime_instrument._dump.pipeline import dump
+    if current.dumps.due(rollout_id):
+        current.dumps.dump(args, rollout_id, rollout_data, _seen(current))
 
-        session = current_session()
-        if session is None:
-            current.training_begins(rollout_id)  # not seen here, but counted by the other ranks, which may be waiting
-        dump(current, args, rollout_id, rollout_data, session)
+
+def _seen(current: runtime.Runtime) -> Seen:
+    session = current_session()
+    if session is None:
+        why = "train_actor was not seen: another class brings its own"
+        return Seen(route=current.route, positions_from=current.positions_from, why_no_log_probs=why)
+    values, steps = (session.collected() if session.wanted else None) or (None, None)
+    inactive = [
+        f"{r.patch.name} is {r.state}: {r.reason}"
+        for r in current.patcher
+        if r.patch.group == "capture" and (r.inert or r.bypassed)
+    ]
+    why = "the loss of this run computes no policy log-probs"
+    if inactive and not session.native_capture:
+        why = "not captured: " + "; ".join(inactive)
+    return Seen(
+        failure=session.failure,
+        log_probs=values,
+        optimizer_steps=steps,
+        came_with_rollout=session.keys_at_start,
+        captured_by_slime=session.native_capture,
+        positions_from=current.positions_from,
+        route=current.route,
+        why_no_log_probs=why,
+    )
 
 
 PATCHES = (
