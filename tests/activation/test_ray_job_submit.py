@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_instrument._format.validate import validate_files
+from slime_instrument._validate import validate_files
 from slime_instrument.lab import sources
 
 HERE = Path(__file__).parent / "ray_lab"

@@ -12,7 +12,7 @@ from slime_instrument._analysis.thresholds import ThresholdError, parse_threshol
 from slime_instrument._analysis.trend import pair_files, trend
 from slime_instrument._errors import DumpFormatError
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "files"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "format"))
 import builders
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from .outcomes import strict
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "files"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "format"))
 import builders
 
 CONTRACT = {

@@ -15,14 +15,12 @@ from typing import Any, Literal
 
 import torch
 
+from slime_instrument._convert.rank_files import padded_lengths
 from slime_instrument._dump.zigzag import shard_lengths
 from slime_instrument._errors import DumpFormatError, five_parts
-from slime_instrument._format.checks.values import as_ints, as_list, length_of, show
-from slime_instrument._format.columns import padded_lengths
-from slime_instrument._format.records import RankData
+from slime_instrument._format.dumps import RankData
 from slime_instrument._format.schema import CONTEXT_PARALLEL_FIELDS
-
-__all__ = ["DEFAULT_ORDER", "Layout", "Place", "find_layout"]
+from slime_instrument._format.values import as_ints, as_list, length_of, show
 
 DEFAULT_ORDER = "tp-cp-dp-pp"
 ORDERS = (DEFAULT_ORDER, "tp-cp-pp-dp")

@@ -15,15 +15,14 @@ import pytest
 import torch
 
 from slime_instrument._analysis.compare import compare
+from slime_instrument._convert import Converted, convert_dump, convert_files
+from slime_instrument._convert.layout import Layout
 from slime_instrument._dump.zigzag import owned
 from slime_instrument._errors import DumpFormatError
-from slime_instrument._format.convert import Converted, convert_dump, convert_files
-from slime_instrument._format.legacy import Layout
-from slime_instrument._format.reader import read_rollout_dump, read_train_dump
-from slime_instrument._format.records import RankData, TrainDump
-from slime_instrument._format.validate import validate_files
+from slime_instrument._format.dumps import RankData, TrainDump, read_rollout_dump, read_train_dump
+from slime_instrument._validate import validate_files
 
-from . import builders
+from tests.format import builders
 
 DATA = Path(__file__).parents[1] / "data" / "old_dumps.zip"
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slime_instrument._format.checks.coverage import check_rank_schedule
-from slime_instrument._format.checks.lengths import check_ragged, check_routed_experts
-from slime_instrument._format.checks.values import as_ints, as_list, length_of, show, whole_number
-from slime_instrument._format.findings import Findings
-from slime_instrument._format.records import RankData, RolloutDump, TrainDump
+from slime_instrument._format.dumps import RankData, RolloutDump, TrainDump
 from slime_instrument._format.schema import CONTEXT_PARALLEL_FIELDS, GROUP_ID_FIELDS, LAYOUT_FIELDS
+from slime_instrument._format.values import as_ints, as_list, length_of, show, whole_number
+from slime_instrument._validate.batch import check_rank_schedule
+from slime_instrument._validate.problems import Problems
+from slime_instrument._validate.samples import check_ragged, check_routed_experts
 
-__all__ = ["check_rank_coverage", "check_rank_file"]
 
-
-def check_rank_file(rank: RankData, found: Findings) -> None:
+def check_rank_file(rank: RankData, found: Problems) -> None:
     """Columns of one rank. Response-level values are parts of responses here, so they may only be too long."""
     data, n = rank.rollout_data, rank.n_samples
     for name in ("tokens", "response_lengths", "total_lengths", "loss_masks"):
@@ -51,7 +49,7 @@ def check_rank_file(rank: RankData, found: Findings) -> None:
     check_rank_schedule("rollout_data", n, {name: as_list(data.get(name)) for name in LAYOUT_FIELDS}, found)
 
 
-def check_rank_coverage(dumps: Sequence[TrainDump], rollout: RolloutDump | None, found: Findings) -> None:
+def check_rank_coverage(dumps: Sequence[TrainDump], rollout: RolloutDump | None, found: Problems) -> None:
     """The files of one rollout hold every sample of its batch.
 
     Ranks of one data-parallel group hold the same samples, so ranks with equal tokens count once.

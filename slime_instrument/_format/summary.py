@@ -7,7 +7,6 @@ its directory; values are read for the one sample that was asked for.
 from __future__ import annotations
 
 import os
-from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +15,10 @@ from typing import Any
 import torch
 
 from slime_instrument._errors import DumpFormatError
-from slime_instrument._format.plain import NonFinite, plain_value
-from slime_instrument._format.reader import read_dump
-from slime_instrument._format.records import RankData, TrainDump
+from slime_instrument._format.dumps import RankData, TrainDump, read_dump
 from slime_instrument._format.schema import ID_COLUMNS, LAYOUT_FIELDS
-
-__all__ = ["inspect_dump"]
+from slime_instrument._format.unpickling import was_list
+from slime_instrument._format.values import NonFinite, plain_value
 
 
 def inspect_dump(
@@ -87,13 +84,14 @@ class _Summary:
             return
         shape = None
         if isinstance(value, torch.Tensor):
-            self.types["tensor"] = None
-            self.dtypes[str(value.dtype).removeprefix("torch.")] = None
+            listed = was_list(value)
+            self.types["list" if listed else "tensor"] = None
+            own = "float" if value.is_floating_point() else "int"
+            self.dtypes[own if listed else str(value.dtype).removeprefix("torch.")] = None
             shape = list(value.shape)
         else:
-            # An array is a long list, in the form in which it was read.
-            self.types["list" if isinstance(value, array) else type(value).__name__] = None
-            if isinstance(value, (list, tuple, array)):
+            self.types[type(value).__name__] = None
+            if isinstance(value, (list, tuple)):
                 shape = [len(value)]
                 if value:
                     self.dtypes[type(value[0]).__name__] = None
@@ -142,7 +140,7 @@ def _shards(dump: TrainDump, rank: RankData | None) -> list[dict[str, Any]]:
     for shard in dump.dp_shards:
         record: dict[str, Any] = {"n_samples": counts.get(repr(shard.get("data_parallel_rank")), 0)}
         for name, value in shard.items():
-            whole = name in (*ID_COLUMNS, *LAYOUT_FIELDS) or not isinstance(value, (torch.Tensor, list, tuple, array))
+            whole = name in (*ID_COLUMNS, *LAYOUT_FIELDS) or not isinstance(value, (torch.Tensor, list, tuple))
             record[str(name)] = plain_value(value) if whole else _summaries([{name: value}])[str(name)]
         shards.append(record)
     return shards

@@ -12,8 +12,14 @@ import pytest
 import torch
 
 from slime_instrument._errors import DumpFormatError
-from slime_instrument._format.reader import detect_kind, read_dump, read_rollout_dump, read_train_dump
-from slime_instrument._format.records import RolloutDump, TrainDump
+from slime_instrument._format.dumps import (
+    RolloutDump,
+    TrainDump,
+    detect_kind,
+    read_dump,
+    read_rollout_dump,
+    read_train_dump,
+)
 
 from . import builders
 
@@ -150,8 +156,8 @@ def test_reading_needs_neither_wrapt_nor_megatron_nor_slime_nor_rich(tmp_path: P
     program = (
         "import sys\n"
         "for name in ('wrapt', 'megatron', 'slime', 'ray', 'rich', 'typer', 'polars'): sys.modules[name] = None\n"
-        "from slime_instrument._format.reader import read_train_dump\n"
-        "from slime_instrument._format.validate import validate_files\n"
+        "from slime_instrument._format.dumps import read_train_dump\n"
+        "from slime_instrument._validate import validate_files\n"
         "assert validate_files([sys.argv[1]]).valid\n"
         "print(len(read_train_dump(sys.argv[1]).samples))\n"
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slime_instrument._errors import DumpFormatError
-from slime_instrument._format.inspect import inspect_dump
+from slime_instrument._format.summary import inspect_dump
 
 from . import builders
 
@@ -132,6 +132,6 @@ def test_long_lists_are_described_as_lists(tmp_path: Path, kind: str, monkeypatc
     }
     path = builders.save(payloads[kind](), tmp_path / "7.pt")
     found = inspect_dump(path, sample=1)
-    monkeypatch.setattr("slime_instrument._format.safe_load.load_mapped", lambda *_, **__: torch.load(path))
+    monkeypatch.setattr("slime_instrument._format.unpickling.load_archive", lambda *_, **__: torch.load(path))
     assert found == inspect_dump(path, sample=1)
     assert "array" not in json.dumps(found)

@@ -13,13 +13,10 @@ from typing import Any, Literal
 
 import torch
 
-from slime_instrument._analysis.arrays import integers
-from slime_instrument._analysis.schedule import Schedule, schedule_of
 from slime_instrument._errors import DumpFormatError, five_parts
-from slime_instrument._format.checks.values import whole_number
-from slime_instrument._format.records import RolloutDump, TrainDump
-
-__all__ = ["Join", "Pair", "Unmatched", "join"]
+from slime_instrument._format.dumps import RolloutDump, TrainDump
+from slime_instrument._format.schedule import Schedule, schedule_of
+from slime_instrument._format.values import integers, length_of, whole_number
 
 Reason = Literal["not-scheduled", "missing-shard", "ambiguous", "duplicate", "tokens-differ", "not-in-rollout"]
 
@@ -99,7 +96,7 @@ def join(rollout: RolloutDump, train: TrainDump) -> Join:
         raise DumpFormatError(message)
     if train.kind != "train-v2":
         raise DumpFormatError(f"{train.path}: is a per-rank file; join needs a v2 dump (slime-instrument convert).")
-    located = _locate(train.samples, rollout.samples)
+    located = locate(train.samples, rollout.samples)
     pairs: list[Pair] = []
     unmatched: list[Unmatched] = []
     differing: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
@@ -123,7 +120,13 @@ def join(rollout: RolloutDump, train: TrainDump) -> Join:
     pairs.sort(key=lambda pair: pair.position)
     present = {pair.position for pair in pairs} | set(reasons)
     ambiguous = _ambiguous_positions(unmatched, rollout.samples, present)
-    schedule = schedule_of(train, located=[position for position, _ in located], n_rollout=len(rollout.samples))
+    schedule = schedule_of(
+        train.samples,
+        train.dp_shards,
+        positions=[position for position, _ in located],
+        batch=len(rollout.samples),
+        rewards=length_of(train.whole_batch.get("raw_reward")),
+    )
     for position in range(len(rollout.samples)):
         if position in present and position not in reasons:
             continue
@@ -137,10 +140,13 @@ def join(rollout: RolloutDump, train: TrainDump) -> Join:
     return Join(pairs, unmatched, schedule.without(ambiguous), differing)
 
 
-def _locate(
+def locate(
     samples: Sequence[dict[str, Any]], sources: Sequence[dict[str, Any]]
 ) -> list[tuple[int | None, Reason | None]]:
-    """Per train sample: its rollout position, and why it cannot be joined."""
+    """Per train sample its rollout position (None: not known), and why it cannot be joined there (None: it can).
+
+    By the stored position; by ``sample_index`` only where that names one sample on both sides.
+    """
     positions = [whole_number(sample.get("rollout_position")) for sample in samples]
     own = Counter(position for position in positions if position is not None)
     indices = [whole_number(sample.get("sample_index")) for sample in samples]

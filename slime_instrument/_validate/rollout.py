@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any
 
-from slime_instrument._format.checks.context import V2Dump
-from slime_instrument._format.checks.lengths import check_ragged, check_routed_experts, response_lengths_of
-from slime_instrument._format.checks.values import (
+from slime_instrument._format.dumps import RolloutDump
+from slime_instrument._format.join import locate
+from slime_instrument._format.values import (
     as_ints,
     brief,
     equal_values,
     holds_whole_numbers,
     length_of,
     number,
+    plain_value,
     whole_number,
 )
-from slime_instrument._format.findings import Findings
-from slime_instrument._format.plain import plain_value
-from slime_instrument._format.records import RolloutDump
-
-__all__ = ["check_against_rollout", "check_local_reward", "check_rollout_dump"]
+from slime_instrument._validate.problems import Problems, V2Dump
+from slime_instrument._validate.samples import check_ragged, check_routed_experts, response_lengths_of
 
 # Rewards pass through float32 on some ways to the trainer.
 _REWARD_TOLERANCE = 1e-6
 
 
-def check_against_rollout(dump: V2Dump, found: Findings) -> None:
+def check_against_rollout(dump: V2Dump, found: Problems) -> None:
     """Same rollout, same tokens at the same position, same reward.
 
     ``raw_reward`` is compared; ``rewards`` is normalised on the way and never is.
@@ -49,9 +46,11 @@ def check_against_rollout(dump: V2Dump, found: Findings) -> None:
     if raw_reward is not None and len(raw_reward) != n:
         message = f"raw_reward has {len(raw_reward)} entries, but the rollout dump {n} samples"
         found.warning("batch-size", message, field="raw_reward")
-    by_index = _unique_positions(dump, rollout)
-    for i, sample in dump.samples:
-        position = _position_in(dump, rollout, by_index, i, sample, found)
+    located = locate([sample for _, sample in dump.samples], rollout.samples)
+    for (i, sample), (position, trouble) in zip(dump.samples, located, strict=True):
+        if trouble in ("not-in-rollout", "ambiguous"):
+            _say_not_located(dump, i, sample, trouble, found)
+            continue
         if position is None:
             continue
         source = rollout.samples[position]
@@ -60,7 +59,24 @@ def check_against_rollout(dump: V2Dump, found: Findings) -> None:
             _compare_reward(i, raw_reward[position], source, found)
 
 
-def check_local_reward(dump: V2Dump, found: Findings) -> None:
+def _say_not_located(dump: V2Dump, i: int, sample: dict[str, Any], trouble: str, found: Problems) -> None:
+    assert dump.rollout is not None
+    position, index = whole_number(sample.get("rollout_position")), whole_number(sample.get("sample_index"))
+    if position is not None:
+        if dump.raw_reward is None:
+            return  # the coverage check took its number of samples from the rollout dump, and has said it
+        n = len(dump.rollout.samples)
+        message = f"sample {i}: rollout_position is {position}, but the rollout dump has {n} samples"
+        found.error("extra-position", message, sample=i, field="rollout_position")
+    elif trouble == "ambiguous":
+        message = f"sample {i}: without rollout_position, sample_index {index} does not name one rollout sample"
+        found.warning("ambiguous", message, sample=i, field="sample_index")
+    else:
+        message = f"sample {i}: sample_index {index} is not in the rollout dump"
+        found.error("extra-position", message, sample=i, field="sample_index")
+
+
+def check_local_reward(dump: V2Dump, found: Problems) -> None:
     """``local_raw_reward`` of a sample is the entry of ``raw_reward`` at its position."""
     raw_reward = dump.raw_reward
     for (i, sample), position in zip(dump.samples, dump.positions, strict=True):
@@ -75,7 +91,7 @@ def check_local_reward(dump: V2Dump, found: Findings) -> None:
             found.error("reward-mismatch", message, sample=i, field="local_raw_reward")
 
 
-def check_rollout_dump(dump: RolloutDump, found: Findings) -> None:
+def check_rollout_dump(dump: RolloutDump, found: Problems) -> None:
     """Structure and lengths of a rollout dump's samples."""
     for i, sample in enumerate(dump.samples):
         tokens = length_of(sample.get("tokens"))
@@ -91,45 +107,7 @@ def check_rollout_dump(dump: RolloutDump, found: Findings) -> None:
         check_routed_experts(i, sample, tokens, found)
 
 
-def _unique_positions(dump: V2Dump, rollout: RolloutDump) -> dict[Any, int | None]:
-    """Rollout position by sample index; None where the index does not name one sample on either side."""
-    here = Counter(whole_number(sample.get("sample_index")) for _, sample in dump.samples)
-    positions: dict[Any, int | None] = {}
-    for k, source in enumerate(rollout.samples):
-        index = whole_number(source.get("index"))
-        positions[index] = None if index is None or index in positions or here[index] > 1 else k
-    return positions
-
-
-def _position_in(
-    dump: V2Dump,
-    rollout: RolloutDump,
-    by_index: dict[Any, int | None],
-    i: int,
-    sample: dict[str, Any],
-    found: Findings,
-) -> int | None:
-    position = whole_number(sample.get("rollout_position"))
-    if position is None:
-        index = whole_number(sample.get("sample_index"))
-        if index is not None and index not in by_index:
-            message = f"sample {i}: sample_index {index} is not in the rollout dump"
-            found.error("extra-position", message, sample=i, field="sample_index")
-            return None
-        if by_index.get(index) is None:
-            message = f"sample {i}: without rollout_position, sample_index {index} does not name one rollout sample"
-            found.warning("ambiguous", message, sample=i, field="sample_index")
-        return by_index.get(index)
-    if 0 <= position < len(rollout.samples):
-        return position
-    if dump.raw_reward is None:
-        return None  # the coverage check took its number of samples from the rollout dump, and has said it
-    message = f"sample {i}: rollout_position is {position}, but the rollout dump has {len(rollout.samples)} samples"
-    found.error("extra-position", message, sample=i, field="rollout_position")
-    return None
-
-
-def _compare_tokens(i: int, sample: dict[str, Any], position: int, source: dict[str, Any], found: Findings) -> None:
+def _compare_tokens(i: int, sample: dict[str, Any], position: int, source: dict[str, Any], found: Problems) -> None:
     own, other = as_ints(sample.get("tokens")), as_ints(source.get("tokens"))
     if own is not None and other is not None and own != other:
         if len(own) != len(other):
@@ -144,7 +122,7 @@ def _compare_tokens(i: int, sample: dict[str, Any], position: int, source: dict[
         found.error("length", message, sample=i, field="response_lengths")
 
 
-def _compare_reward(i: int, reward: Any, source: dict[str, Any], found: Findings) -> None:
+def _compare_reward(i: int, reward: Any, source: dict[str, Any], found: Problems) -> None:
     metadata = source.get("metadata")
     # slime takes a raw_reward in the metadata before the reward itself.
     stated = metadata.get("raw_reward") if isinstance(metadata, dict) else None

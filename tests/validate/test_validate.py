@@ -10,21 +10,21 @@ import pytest
 import torch
 
 from slime_instrument._errors import DumpFormatError
-from slime_instrument._format.findings import Finding, Findings
-from slime_instrument._format.reader import rollout_dump_of
-from slime_instrument._format.validate import validate_files, validate_v2
+from slime_instrument._format.dumps import rollout_dump_of
+from slime_instrument._validate import validate_files, validate_v2
+from slime_instrument._validate.problems import Problem, Problems
 
-from . import builders
+from tests.format import builders
 
 TRAIN = Path("7.pt")
 
 
-def check(payload: dict[str, Any], source: dict[str, Any] | None = None) -> Findings:
+def check(payload: dict[str, Any], source: dict[str, Any] | None = None) -> Problems:
     dump = rollout_dump_of(Path("rollout/7.pt"), source) if source is not None else None
     return validate_v2(TRAIN, payload, dump)
 
 
-def only_error(found: Findings) -> Finding:
+def only_error(found: Problems) -> Problem:
     assert [(e.code, e.message) for e in found.errors[1:]] == []
     assert found.warnings == []
     return found.errors[0]

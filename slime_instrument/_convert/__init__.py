@@ -8,22 +8,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from slime_instrument._convert.layout import Layout, Place, find_layout
+from slime_instrument._convert.rank_files import find_positions, padded_lengths, refuse_malformed, whole_fields
 from slime_instrument._dump.contribute import Topology, contribute
 from slime_instrument._dump.exchange import put_together
 from slime_instrument._dump.file import Disk, write_dump
 from slime_instrument._dump.payload import build_payload
 from slime_instrument._dump.zigzag import Restoring
 from slime_instrument._errors import DumpError, DumpFormatError
-from slime_instrument._format.checks.values import as_ints, length_of, show
-from slime_instrument._format.columns import padded_lengths, refuse_malformed, whole_fields
 from slime_instrument._format.containers import unusable
-from slime_instrument._format.legacy import Layout, Place, find_layout
-from slime_instrument._format.positions import find_positions
-from slime_instrument._format.reader import read_rollout_dump, read_train_dump, train_dump_of
-from slime_instrument._format.records import RankData, RolloutDump, TrainDump
+from slime_instrument._format.dumps import (
+    RankData,
+    RolloutDump,
+    TrainDump,
+    read_rollout_dump,
+    read_train_dump,
+    train_dump_of,
+)
+from slime_instrument._format.schedule import schedule_of
 from slime_instrument._format.schema import CONTEXT_PARALLEL_FIELDS
-
-__all__ = ["Converted", "convert_dump", "convert_files"]
+from slime_instrument._format.values import length_of, show, whole_number
 
 PathLike = str | os.PathLike[str]
 
@@ -128,8 +132,8 @@ def convert_dump(
     except DumpError as error:
         raise DumpFormatError(f"{dump.path}: {error} Nothing was converted.") from None
     payload = build_payload(parts, rollout_id=dump.rollout_id or 0, writer_rank=parts[0].head.rank)
-    warnings += _coverage(payload, len(rollout.samples) if rollout is not None else None)
     record = replace(train_dump_of(dump.path, payload), paths=dump.paths)
+    warnings += _coverage(record, len(rollout.samples) if rollout is not None else None)
     return Converted(payload, record, layout, warnings)
 
 
@@ -222,14 +226,14 @@ def _provenance(data: dict[str, Any], layout: Layout, bshd: bool, ranks: Sequenc
     return described
 
 
-def _coverage(payload: dict[str, Any], n_rollout: int | None) -> list[str]:
+def _coverage(dump: TrainDump, n_rollout: int | None) -> list[str]:
     """Whether the result is short of what the run's schedule, or else the batch, counts."""
-    n = len(payload["samples"])
-    total = length_of(payload.get("raw_reward"))
-    total = n_rollout if total is None else total
-    scheduled = next(
-        (sum(sizes) for shard in payload["dp_shards"] if (sizes := as_ints(shard.get("global_batch_sizes")))), total
+    n, rewards = len(dump.samples), length_of(dump.whole_batch.get("raw_reward"))
+    positions = [whole_number(sample.get("rollout_position")) for sample in dump.samples]
+    schedule = schedule_of(
+        dump.samples, dump.dp_shards, positions=positions, batch=rewards or n_rollout, rewards=rewards
     )
-    if scheduled is None or n >= scheduled:
+    total = schedule.n_scheduled if schedule.n_scheduled is not None else n_rollout if rewards is None else rewards
+    if total is None or n >= total:
         return []
-    return [f"{n} of {scheduled} samples are in the result: files of data-parallel ranks are missing"]
+    return [f"{n} of {total} samples are in the result: files of data-parallel ranks are missing"]

@@ -11,26 +11,35 @@ from pathlib import Path
 from typing import Any
 
 from slime_instrument._errors import DumpFormatError
-from slime_instrument._format.checks.context import V2Dump
-from slime_instrument._format.checks.coverage import (
+from slime_instrument._format.dumps import (
+    RolloutDump,
+    TrainDump,
+    detect_kind,
+    read_rollout_dump,
+    rollout_dump_of,
+    train_dump_of,
+)
+from slime_instrument._format.safe_load import load_dump
+from slime_instrument._validate.batch import (
     check_coverage,
     check_mask_sums,
+    check_order,
     check_schedule,
     check_shard_count,
+    check_shards,
 )
-from slime_instrument._format.checks.lengths import check_lengths, check_unowned_tokens
-from slime_instrument._format.checks.order import check_order, check_shards
-from slime_instrument._format.checks.ranks import check_rank_coverage, check_rank_file
-from slime_instrument._format.checks.rollout import check_against_rollout, check_local_reward, check_rollout_dump
-from slime_instrument._format.checks.structure import check_field_coverage, check_sample_types, check_top_level
-from slime_instrument._format.findings import Finding, Findings, ValidationReport
-from slime_instrument._format.reader import detect_kind, read_rollout_dump, rollout_dump_of, train_dump_of
-from slime_instrument._format.records import RolloutDump, TrainDump
-from slime_instrument._format.safe_load import load_dump
+from slime_instrument._validate.problems import Problem, Problems, V2Dump, ValidationReport
+from slime_instrument._validate.ranks import check_rank_coverage, check_rank_file
+from slime_instrument._validate.rollout import check_against_rollout, check_local_reward, check_rollout_dump
+from slime_instrument._validate.samples import (
+    check_field_coverage,
+    check_lengths,
+    check_sample_types,
+    check_top_level,
+    check_unowned_tokens,
+)
 
-__all__ = ["V2_CHECKS", "validate_files", "validate_v2"]
-
-V2_CHECKS: tuple[Callable[[V2Dump, Findings], None], ...] = (
+V2_CHECKS: tuple[Callable[[V2Dump, Problems], None], ...] = (
     check_top_level,
     check_sample_types,
     check_field_coverage,
@@ -76,7 +85,7 @@ def validate_files(
             if kind == "train-v2":
                 report.add(validate_v2(path, payload, source))
                 continue
-            found = Findings(path)
+            found = Problems(path)
             if kind == "train-rank":
                 dump = train_dump_of(path, payload)
                 check_rank_file(dump.ranks[0], found)
@@ -84,19 +93,19 @@ def validate_files(
             else:
                 check_rollout_dump(rollout_dump_of(path, payload), found)
         except (DumpFormatError, OSError) as error:
-            report.errors.append(Finding("unreadable", _one_line(error), str(path)))
+            report.errors.append(Problem("unreadable", _one_line(error), str(path)))
             continue
         report.add(found)
     for dumps in by_rollout.values():
-        found = Findings(dumps[0].path)
+        found = Problems(dumps[0].path)
         check_rank_coverage(dumps, source, found)
         report.add(found)
     return report
 
 
-def validate_v2(path: Path, payload: dict[str, Any], rollout: RolloutDump | None = None) -> Findings:
+def validate_v2(path: Path, payload: dict[str, Any], rollout: RolloutDump | None = None) -> Problems:
     """Every check of a v2 payload, in memory or loaded from ``path``."""
-    dump, found = V2Dump(payload, rollout), Findings(path)
+    dump, found = V2Dump(payload, rollout), Problems(path)
     for check in V2_CHECKS:
         check(dump, found)
     return found
