@@ -67,6 +67,9 @@ class Dumper:
         self._announced_before_training = False
         self._step_began: float | None = None
         self._missed: dict[tuple[int, int], CallId] = {}
+        self._topology: Topology | None = None  # as it was read last
+        self._told: int | None = None
+        """The rollout whose dump failed here last, where the other ranks know of it."""
         # Kept over re-arming: the store still holds the decisions of dumps that were given up.
         self._attempts: dict[int, int] = earlier._attempts if earlier is not None else {}
         self._calls: dict[int, int] = earlier._calls if earlier is not None else {}
@@ -85,7 +88,7 @@ class Dumper:
         """Training is about to begin and Megatron is up: announce this rank; on the writer check the folder and begin
         the journal. ``patches``: name, state and reason of each. Raises ``TrainingPathError``."""
         self._connect()
-        topology = read_topology()
+        self._topology = topology = read_topology()
         if not topology.is_writer:
             return
         template = check_template(args)
@@ -111,13 +114,18 @@ class Dumper:
         self._step_began = time.monotonic()
         self._attempts[rollout_id] = self._attempts.get(rollout_id, -1) + 1
         self._calls[rollout_id] = 0
+        self._told = None
         self._connect()
         self._announced_before_training = self._presence.connected
 
     def give_up(self, rollout_id: int, reason: str) -> None:
-        """This rank failed before it came to the dump of ``rollout_id``: the others must not wait for it."""
+        """This rank failed before it came to the dump of ``rollout_id``: the others must not wait for it. Never raises;
+        does nothing where :meth:`dump` has told them already."""
+        if self._told == rollout_id:
+            return
+        self._told = rollout_id
         try:
-            topology = read_topology()
+            topology = self._topology or read_topology()
             if topology.takes_part:
                 self._agreement(self._next_call(rollout_id), topology).give_up(reason)
                 if topology.is_writer:
@@ -134,16 +142,18 @@ class Dumper:
 
     def dump(self, args: Any, rollout_id: int, rollout_data: dict[str, Any], seen: Seen) -> None:
         """Take part in the dump of one rollout; on the writer, write it. Raises :class:`DumpError` where it is lost."""
-        topology = read_topology()
+        self._topology = topology = read_topology()
         if not topology.takes_part:
             return
         began = time.monotonic()
+        self._told = None
         call = self._next_call(rollout_id)
         path = dump_path(dump_template(args), rollout_id, topology.rank)
         try:
             with _default_device_is_cpu(), torch.no_grad():
                 self._dump(args, call, rollout_data, seen, topology, path, began)
         except BaseException as error:
+            self._told = rollout_id
             if topology.is_writer:
                 spent = round(time.monotonic() - began, 4)
                 self._say("lost", rollout_id=rollout_id, path=str(path), reason=_why(error), blocked_s=spent)
