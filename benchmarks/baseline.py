@@ -28,7 +28,7 @@ from slime_instrument._dump.restore import Shard
 from slime_instrument._dump.topology import PARALLEL_STATE
 from slime_instrument._dump.zigzag import owned
 from slime_instrument._format.schema import NATIVE_CONTEXT_PARALLEL_FIELDS
-from slime_instrument.lab.sources import find_sources
+from slime_instrument.lab._sources import find_sources
 
 __all__ = ["Baseline", "load"]
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_instrument.lab.logprobs import rollout_log_probs_from
-from slime_instrument.lab.options import LabError, LabOptions
-from slime_instrument.lab.training import train
+from slime_instrument.lab._logprobs import rollout_log_probs_from
+from slime_instrument.lab._options import LabError, LabOptions
+from slime_instrument.lab._training import train
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def test_an_editable_install_arms_too_and_is_removed_whole(
     ]
     off = interpreter.run("-X", "importtime", "-c", "pass").stderr
     assert "slime" not in off
-    (checkout / "slime_instrument" / "activation" / "boot.py").unlink()
+    (checkout / "slime_instrument" / "_activation" / "boot.py").unlink()
     assert interpreter.run("-c", "pass", SLIME_INSTRUMENT="1").stderr == "", "a checkout that is half there is silent"
     pip("--python", interpreter.python, "uninstall", "--quiet", "--yes", "slime-instrument")
     assert everything(interpreter) == before

@@ -184,7 +184,6 @@ def test_the_option_reaches_the_workers_of_xdist(session: Any) -> None:
 
 
 @pytest.mark.lab
-@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 def test_the_dumps_fixture_trains_the_miniature_once_and_gives_one_v2_file(session: Any) -> None:
     result = session(
         test_it="""
@@ -207,7 +206,6 @@ def test_the_dumps_fixture_trains_the_miniature_once_and_gives_one_v2_file(sessi
 
 
 @pytest.mark.lab
-@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 def test_a_plug_in_of_the_users_is_trained_with(session: Any) -> None:
     result = session(
         test_it="""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime_instrument._dump.zigzag import shard_lengths
-from slime_instrument.lab.sources import find_sources
+from slime_instrument.lab._sources import find_sources
 
 Run = Callable[..., Any]
 SMALL = ("--repeats", "1", "--own-rendering")

@@ -15,9 +15,9 @@ import torch
 from slime_instrument._activation.check import check
 from slime_instrument._format.schema import PROVENANCE
 from slime_instrument.lab import LabOptions, LabResult, train
-from slime_instrument.lab.matrix.agreement import check_agrees
-from slime_instrument.lab.matrix.plan import LAST_WITHOUT, Cell
-from slime_instrument.lab.matrix.runs import Runs, weights_digest
+from tools.matrix.agreement import check_agrees
+from tools.matrix.plan import LAST_WITHOUT, Cell
+from tools.matrix.runs import Runs, weights_digest
 
 pytestmark = pytest.mark.real_slime
 

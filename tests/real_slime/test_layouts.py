@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from slime_instrument.lab import LabOptions, LabResult, train
-from slime_instrument.lab.matrix.checks import Verdict, judge
-from slime_instrument.lab.matrix.compare import from_native, from_single
-from slime_instrument.lab.matrix.plan import FIRST_NATIVE, LAST_WITHOUT, Cell
-from slime_instrument.lab.matrix.runs import Runs
+from tools.matrix.checks import Verdict, judge
+from tools.matrix.compare import from_native, from_single
+from tools.matrix.plan import FIRST_NATIVE, LAST_WITHOUT, Cell
+from tools.matrix.runs import Runs
 
 from .conftest import LAYOUTS, ODD
 

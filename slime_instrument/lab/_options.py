@@ -57,9 +57,9 @@ class LabOptions:
     environment: Mapping[str, str] = field(default_factory=dict)
     save_weights: bool = False
     samples: str = "default"
-    """``default``, ``edge``, or ``edge:KIND,KIND``: see ``lab.samples``."""
+    """``default``, ``edge``, or ``edge:KIND,KIND``: see ``lab._samples``."""
     extras: tuple[str, ...] = ()
-    """What samples carry beyond tokens and log-probs, by the names in ``lab.extras``."""
+    """What samples carry beyond tokens and log-probs, by the names in ``lab._extras``."""
     timeout: float = 240.0
 
     def __post_init__(self) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from slime_instrument._format.schema import CONTEXT_PARALLEL_FIELDS, WHOLE_BATCH_FIELDS
-from slime_instrument.lab.matrix.compare import differences
-from slime_instrument.lab.matrix.layouts import Layout
+from tools.matrix.compare import differences
+from tools.matrix.layouts import Layout
 
 
 def from_shards(ours: Mapping[str, Any], files: Sequence[Path], layout: Layout) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from slime_instrument.lab.cpu import CPU
+from slime_instrument.lab._cpu import CPU
 
 
 def before_import() -> None:

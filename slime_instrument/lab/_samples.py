@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from slime_instrument._errors import five_parts
-from slime_instrument.lab import extras
-from slime_instrument.lab.arguments import VOCABULARY
-from slime_instrument.lab.options import LabError
+from slime_instrument.lab import _extras
+from slime_instrument.lab._arguments import VOCABULARY
+from slime_instrument.lab._options import LabError
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def make_samples(
         sample.remove_sample = shape.kind == "removed"
         sample.rollout_id = shape.rollout
         sample.group_index = position // args.n_samples_per_prompt
-        extras.add_to(sample, args, position, extra)
+        _extras.add_to(sample, args, position, extra)
         if keep_dropped or shape.kind != "dropped":
             samples.append(sample)
     return samples

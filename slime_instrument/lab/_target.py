@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slime_instrument.lab.options import LabOptions
-from slime_instrument.lab.sources import MINIATURE, source_version
+from slime_instrument.lab._options import LabOptions
+from slime_instrument.lab._sources import MINIATURE, source_version
 
 _STUBS = Path(__file__).parent / "stubs"
 
@@ -38,9 +38,9 @@ def prepare(options: LabOptions) -> ModuleType:
     import torch
 
     torch.set_num_threads(1)
-    from slime_instrument.lab import cpu
+    from slime_instrument.lab import _cpu
 
-    cpu.install()
+    _cpu.install()
     _share_by_pickle(real_ray=options.slime is not None)
     if options.plugin:
         plugin = load_file(options.plugin, "plugin")
@@ -49,15 +49,15 @@ def prepare(options: LabOptions) -> ModuleType:
     if options.instrumented:
         _arm()
     if options.slime is not None:
-        from slime_instrument.lab import releases, sglang
+        from slime_instrument.lab import _releases, _sglang
 
-        sglang.install()
-        releases.before_import()
+        _sglang.install()
+        _releases.before_import()
     actor_module = importlib.import_module("slime.backends.megatron_utils.actor")
     importlib.import_module("slime.ray.rollout")
-    cpu.after_megatron_import()
+    _cpu.after_megatron_import()
     if options.slime is not None:
-        releases.after_import()
+        _releases.after_import()
     # slime collects garbage often; scanning everything imported each time would be nearly all of the run.
     gc.collect()
     gc.freeze()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from slime_instrument.lab.matrix.checks import Verdict, judge
-from slime_instrument.lab.matrix.layouts import LAYOUTS, RECIPE_LAYOUTS
-from slime_instrument.lab.matrix.plan import MINIATURE, Cell
-from slime_instrument.lab.matrix.runs import Runs
+from tools.matrix.checks import Verdict, judge
+from tools.matrix.layouts import LAYOUTS, RECIPE_LAYOUTS
+from tools.matrix.plan import MINIATURE, Cell
+from tools.matrix.runs import Runs
 
 pytestmark = pytest.mark.lab
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from megatron.core import mpu
 
-from slime_instrument.lab import extras, releases, weights
-from slime_instrument.lab import samples as sample_sets
-from slime_instrument.lab.arguments import VOCABULARY, make_args
-from slime_instrument.lab.options import LabOptions
-from slime_instrument.lab.target import load_file
+from slime_instrument.lab import _extras, _releases, _weights
+from slime_instrument.lab import _samples as sample_sets
+from slime_instrument.lab._arguments import VOCABULARY, make_args
+from slime_instrument.lab._options import LabOptions
+from slime_instrument.lab._target import load_file
 
 
 def rank_main(options: LabOptions, actor_module: Any, rank: int, port: int, answers: Connection) -> None:
@@ -55,7 +55,7 @@ def _train(options: LabOptions, actor_module: Any, rank: int, port: int, answers
     for name, stub in (("AutoConfig", Namespace(vocab_size=VOCABULARY)), ("AutoTokenizer", None)):
         if hasattr(actor_module, name):
             getattr(actor_module, name).from_pretrained = staticmethod(lambda *_, _stub=stub, **__: _stub)
-    extras.prepare(actor_module, options.extras)
+    _extras.prepare(actor_module, options.extras)
     if options.rank_hook:
         file, _, function = options.rank_hook.rpartition(":")
         getattr(load_file(Path(file), "lab_rank_hook"), function)(rank, actor_module, args)
@@ -68,8 +68,8 @@ def _train(options: LabOptions, actor_module: Any, rank: int, port: int, answers
     actor.init(args, "actor", with_ref=options.with_ref)
     if options.with_ref:
         # Weights of its own, so that log-probs taken from the wrong model show.
-        weights.set_by_name(actor_module, args, actor, "ref")
-    weights.set_by_name(actor_module, args, actor, "actor")
+        _weights.set_by_name(actor_module, args, actor, "ref")
+    _weights.set_by_name(actor_module, args, actor, "actor")
     parallel = {**getattr(actor, "train_parallel_config", {}), "dp_size": options.dp}
     known = torch.load(options.rollout_log_probs, weights_only=True) if options.rollout_log_probs else None
     # Where log-probs and losses are, so where the tracker is called and the patches see their calls.
@@ -87,18 +87,18 @@ def _train(options: LabOptions, actor_module: Any, rank: int, port: int, answers
             known and known[rollout_id],
             extra=options.extras,
             # Releases that count a batch in samples cut the rollout before they dump it.
-            keep_dropped=releases.batches_count_rollouts(),
+            keep_dropped=_releases.batches_count_rollouts(),
         )
         if rank == 0:
             sample_sets.save_rollout_dump(args, samples, rollout_id)
         boxes = sample_sets.split_for_training(args, parallel, samples, rollout_id)
         dp_rank = mpu.get_data_parallel_rank(with_context_parallel=False)
-        actor.train(rollout_id, boxes, **extras.external_data(actor, boxes, options.extras, dp_rank))
+        actor.train(rollout_id, boxes, **_extras.external_data(actor, boxes, options.extras, dp_rank))
         if reports:
             answers.send(("progress", f"rollout {rollout_id + 1} of {options.rollouts} trained"))
     trained = time.monotonic()
     if options.save_weights:
-        weights.save(actor_module, args, actor, options.out / "weights" / f"{rank}.pt")
+        _weights.save(actor_module, args, actor, options.out / "weights" / f"{rank}.pt")
     torch.distributed.barrier()
     answers.send(
         (
@@ -141,7 +141,7 @@ def _arguments(options: LabOptions) -> Namespace:
         args.log_passrate = False
         in_samples = sample_sets.batch_size(options.samples, count, in_rollouts=False)
         args.rollout_batch_size = in_samples // args.n_samples_per_prompt
-    in_rollouts = releases.batches_count_rollouts()
+    in_rollouts = _releases.batches_count_rollouts()
     args.global_batch_size = sample_sets.batch_size(options.samples, count, in_rollouts=in_rollouts) // options.steps
     return args
 

@@ -1,7 +1,8 @@
-"""The fresh interpreter of lab runs: imports slime once, forks each run's ranks, reports on the given descriptor."""
+"""The process of lab runs: imports slime once, forks each run's ranks, reports on the given descriptor."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing as mp
 import os
@@ -13,26 +14,38 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from slime_instrument.lab.options import LabOptions
+from slime_instrument.lab._options import LabOptions
 
 # A rank that fails takes its peers' connections down; they get this long to say so before they are killed.
 _AFTERMATH_S = 3.0
 
 
-def main() -> int:
-    channel = os.fdopen(int(sys.argv[1]), "w", buffering=1)
-    runs = [LabOptions.from_json(text) for text in json.loads(sys.stdin.read())]
+def main(reader: int, channel: int, *, forked: bool = False) -> int:
+    """Do the runs described by the JSON document read from ``reader``, and answer with JSON lines on ``channel``.
+
+    The document has ``runs`` (LabOptions as JSON texts), ``environment`` and ``directory``, the working directory.
+    ``forked``: this process did not start with that environment, but was forked from one that imported beforehand.
+    """
+    with open(reader, "rb") as pipe:
+        document = json.load(pipe)
+    os.environ.clear()
+    os.environ.update(document["environment"])
+    os.chdir(document["directory"])
+    if forked:
+        _start_file()
+    runs = [LabOptions.from_json(text) for text in document["runs"]]
+    answers = os.fdopen(channel, "w", buffering=1)
 
     def say(event: str, **values: Any) -> None:
-        channel.write(json.dumps({"event": event, **values}, default=str) + "\n")
-        channel.flush()
+        answers.write(json.dumps({"event": event, **values}, default=str) + "\n")
+        answers.flush()
 
     began = time.monotonic()
     try:
-        from slime_instrument.lab import target
+        from slime_instrument.lab import _target
 
-        say("progress", text=f"importing {target.describe(runs[0])}")
-        actor_module = target.prepare(runs[0])
+        say("progress", text=f"importing {_target.describe(runs[0])}")
+        actor_module = _target.prepare(runs[0])
     except BaseException:
         for _ in runs:
             say("failed", text="slime could not be imported", tracebacks={-1: traceback.format_exc()})
@@ -46,6 +59,15 @@ def main() -> int:
     return 0
 
 
+def _start_file() -> None:
+    """What the start file of the installed package does in a new interpreter; where there is none, nothing."""
+    try:
+        start: Any = importlib.import_module("_slime_instrument_start").start
+    except ImportError:
+        return
+    start(".pth")
+
+
 def _log_into(options: LabOptions) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
@@ -55,7 +77,7 @@ def _log_into(options: LabOptions) -> None:
 
 
 def _run(options: LabOptions, actor_module: Any, say: Any, began: float, imported: float) -> None:
-    from slime_instrument.lab import target
+    from slime_instrument.lab import _target
 
     outcome = _run_ranks(options, actor_module, say)
     if outcome["tracebacks"]:
@@ -66,7 +88,7 @@ def _run(options: LabOptions, actor_module: Any, say: Any, began: float, importe
     say(
         "done",
         target="slime" if options.slime else "miniature",
-        slime_version=target.version(options),
+        slime_version=_target.version(options),
         patches=last_stage["patches"],
         logged_metrics=last_stage["logged_metrics"],
         seconds={
@@ -79,7 +101,7 @@ def _run(options: LabOptions, actor_module: Any, say: Any, began: float, importe
 
 
 def _run_ranks(options: LabOptions, actor_module: Any, say: Any) -> dict[str, Any]:
-    from slime_instrument.lab.ranks import rank_main
+    from slime_instrument.lab._ranks import rank_main
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -147,4 +169,4 @@ def _last_words(options: LabOptions, process: BaseProcess, rank: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*map(int, sys.argv[1:])))

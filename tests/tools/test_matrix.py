@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from slime_instrument.lab.matrix import page
-from slime_instrument.lab.matrix.agreement import check_agrees
-from slime_instrument.lab.matrix.checks import Verdict
-from slime_instrument.lab.matrix.compare import differences, from_native, from_single
-from slime_instrument.lab.matrix.layouts import LAYOUTS
-from slime_instrument.lab.matrix.plan import LAST_WITHOUT, RELEASES, Cell, absent, cells, checkouts
-from slime_instrument.lab.matrix.recipes import RECIPES
-from slime_instrument.lab.matrix.results import Results
-from slime_instrument.lab.matrix.shards import from_shards
+from tools.matrix import page
+from tools.matrix.agreement import check_agrees
+from tools.matrix.checks import Verdict
+from tools.matrix.compare import differences, from_native, from_single
+from tools.matrix.layouts import LAYOUTS
+from tools.matrix.plan import LAST_WITHOUT, RELEASES, Cell, absent, cells, checkouts
+from tools.matrix.recipes import RECIPES
+from tools.matrix.results import Results
+from tools.matrix.shards import from_shards
 
 
 def payload() -> dict[str, Any]:

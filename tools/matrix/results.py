@@ -9,8 +9,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from slime_instrument.lab.matrix.checks import Verdict
-from slime_instrument.lab.matrix.plan import Cell
+from tools.matrix.checks import Verdict
+from tools.matrix.plan import Cell
 
 
 class Results:

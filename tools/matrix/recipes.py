@@ -38,7 +38,7 @@ _MOE = {
     "moe_aux_loss_coeff": 0.0,
 }
 _MISMATCH = {"tis_clip": 2.0, "tis_clip_low": 0.0}
-_CUSTOM = {"loss_type": "custom_loss", "custom_loss_function_path": "slime_instrument.lab.extras.custom_loss"}
+_CUSTOM = {"loss_type": "custom_loss", "custom_loss_function_path": "slime_instrument.lab._extras.custom_loss"}
 
 RECIPES = {
     recipe.name: recipe

@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from slime_instrument.lab.arguments import VOCABULARY
+from slime_instrument.lab._arguments import VOCABULARY
 
 #: Name -> what it is.
 EXTRAS = {
@@ -47,10 +47,10 @@ def add_to(sample: Any, args: Namespace, position: int, names: Sequence[str]) ->
         sample.rollout_top_p_token_ids = [token for ids in kept for token in ids]
         sample.rollout_top_p_token_offsets = offsets
     if "routed-experts" in names:
-        from slime_instrument.lab import releases
+        from slime_instrument.lab import _releases
 
         # v0.2.0 replays one row per token; later releases, and what engines return, have none for the last one.
-        lacking = 0 if "routing-replay" in names and releases.ships_one_box() else 1
+        lacking = 0 if "routing-replay" in names and _releases.ships_one_box() else 1
         chosen = [
             [rng.sample(range(args.num_experts or 4), args.moe_router_topk or 2) for _ in range(args.num_layers)]
             for _ in range(max(0, len(sample.tokens) - lacking))
@@ -68,9 +68,9 @@ def prepare(actor_module: Any, names: Sequence[str]) -> None:
     if "multimodal" in names:
         _ignore_images()
     if "routing-replay" in names:
-        from slime_instrument.lab import routing
+        from slime_instrument.lab import _routing
 
-        routing.install()
+        _routing.install()
     if "critic-values" in names and hasattr(actor_module, "sync_actor_critic_data"):
         # Before v0.3.0 the critic is another actor, which sends its values at this point.
         def receive(_args: Any, rollout_data: dict[str, Any], _groups: Any) -> None:

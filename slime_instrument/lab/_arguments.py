@@ -28,7 +28,7 @@ _MODEL = {
     "moe_token_dispatcher_type": "alltoall",
     "moe_layer_freq": 1,
     "transformer_impl": "local",
-    "spec": ["slime_instrument.lab.attention", "get_spec"],
+    "spec": ["slime_instrument.lab._attention", "get_spec"],
     "use_cpu_initialization": True,
     "perform_initialization": True,
     "qk_head_dim": 8,

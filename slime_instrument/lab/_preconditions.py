@@ -6,11 +6,11 @@ import importlib.util
 from typing import Any
 
 from slime_instrument._errors import five_parts
-from slime_instrument.lab.arguments import DEFAULTS
-from slime_instrument.lab.extras import EXTRAS
-from slime_instrument.lab.options import LabError, LabOptions
-from slime_instrument.lab.samples import batch_size, edge_kinds
-from slime_instrument.lab.sources import is_source
+from slime_instrument.lab._arguments import DEFAULTS
+from slime_instrument.lab._extras import EXTRAS
+from slime_instrument.lab._options import LabError, LabOptions
+from slime_instrument.lab._samples import batch_size, edge_kinds
+from slime_instrument.lab._sources import is_source
 
 _FOLLOWS = "Nothing was trained."
 

@@ -12,13 +12,13 @@ import torch
 from slime_instrument._capture import LOCAL_KEY, POSITION_KEY
 from slime_instrument._format.schema import PROVENANCE
 from slime_instrument._validate import validate_files
-from slime_instrument.lab.matrix.agreement import check_agrees, probed
-from slime_instrument.lab.matrix.compare import ADVANTAGE_FIELDS, differences, from_native, from_single, no_prompt
-from slime_instrument.lab.matrix.layouts import LAYOUTS
-from slime_instrument.lab.matrix.plan import MINIATURE, RELEASES, Cell
-from slime_instrument.lab.matrix.recipes import RECIPES
-from slime_instrument.lab.matrix.runs import Outcome, Runs
-from slime_instrument.lab.matrix.shards import from_shards
+from tools.matrix.agreement import check_agrees, probed
+from tools.matrix.compare import ADVANTAGE_FIELDS, differences, from_native, from_single, no_prompt
+from tools.matrix.layouts import LAYOUTS
+from tools.matrix.plan import MINIATURE, RELEASES, Cell
+from tools.matrix.recipes import RECIPES
+from tools.matrix.runs import Outcome, Runs
+from tools.matrix.shards import from_shards
 
 _SHOWN = 5
 #: Metrics that are clocks; everything else must be what it is without us.

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from slime_instrument._versions import installed
-from slime_instrument.lab.matrix.layouts import LAYOUTS, RECIPE_LAYOUTS
-from slime_instrument.lab.matrix.plan import AROUND_NATIVE, MINIATURE, RELEASES, Cell, cells
-from slime_instrument.lab.matrix.recipes import RECIPES
-from slime_instrument.lab.samples import EDGE_KINDS
-from slime_instrument.lab.sources import source_version
+from slime_instrument.lab._samples import EDGE_KINDS
+from slime_instrument.lab._sources import source_version
+from tools.matrix.layouts import LAYOUTS, RECIPE_LAYOUTS
+from tools.matrix.plan import AROUND_NATIVE, MINIATURE, RELEASES, Cell, cells
+from tools.matrix.recipes import RECIPES
 
 Found = Mapping[str, Mapping[str, Any]]
 
@@ -22,7 +22,7 @@ _TARGETS = (*RELEASES, MINIATURE)
 
 _INTRO = """# Compatibility
 
-Written by `python -m slime_instrument.lab.matrix --page`; not by hand. Every cell is real training on CPU ranks: with
+Written by `python -m tools.matrix --page`; not by hand. Every cell is real training on CPU ranks: with
 us, without us, and in a single process, compared value by value.
 
 | in a cell | means |

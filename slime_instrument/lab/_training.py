@@ -1,21 +1,18 @@
-"""Runs trainings in a fresh interpreter, relays their progress, and leaves nothing running."""
+"""Runs trainings in processes of their own, relays their progress, and leaves none of them running."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import selectors
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_instrument.lab.options import LabError, LabOptions, LabResult
-from slime_instrument.lab.preconditions import check
+from slime_instrument.lab import _server
+from slime_instrument.lab._options import LabError, LabOptions, LabResult
+from slime_instrument.lab._preconditions import check
 
 # Real slime compiles its losses and asks NCCL, W&B and tokenizers for things that a CPU test has no use for.
 _QUIET = {
@@ -28,6 +25,7 @@ _QUIET = {
 }
 # Above the ranks' own deadline, so that the tracebacks of ranks that hang arrive before everything is killed.
 _GRACE_S = 10.0
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 def train(options: LabOptions, *, progress: Callable[[str], None] | None = None) -> LabResult:
@@ -95,45 +93,38 @@ def _one_run(worker: _Worker, options: LabOptions) -> LabResult | LabError:
 
 
 class _Worker:
-    """The interpreter of some runs, and the pipe that it answers through."""
+    """The process of some runs, and the pipe that it answers through."""
 
     def __init__(self, runs: Sequence[LabOptions], progress: Callable[[str], None]) -> None:
         self._progress = progress
         self.gone = False
         first = runs[0]
-        package_root = str(Path(__file__).resolve().parents[2])
         environment = {**os.environ, **_QUIET, **first.environment}
         environment["SLIME_INSTRUMENT"] = "1" if first.instrumented else "0"
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, environment.get("PYTHONPATH")]))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGE_ROOT, environment.get("PYTHONPATH")]))
+        document = {
+            "environment": environment,
+            "directory": os.getcwd(),
+            "runs": [options.to_json() for options in runs],
+        }
         reader, writer = os.pipe()
         self._answers = os.fdopen(reader, "rb", buffering=0)
         self._pending: list[dict[str, Any]] = []
         self._tail_of_line = b""
-        with open(first.out / "lab.log", "wb") as log:
-            try:
-                # A session of its own: one signal then ends the worker and every rank, whatever state they are in.
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "slime_instrument.lab.worker", str(writer)],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    pass_fds=(writer,),
-                    start_new_session=True,
+        try:
+            with open(first.out / "lab.log", "wb") as log:
+                # A session of its own: one signal then ends it and every rank, whatever state they are in.
+                self._process = _server.start(
+                    document, writer, log.fileno(), forked=first.core is None, real=first.slime is not None
                 )
-            finally:
-                os.close(writer)
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
-            stdin.write(json.dumps([options.to_json() for options in runs]).encode())
+        finally:
+            os.close(writer)
 
     def __enter__(self) -> _Worker:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.end()
         self._answers.close()
 
     def answer(self, options: LabOptions) -> dict[str, Any]:

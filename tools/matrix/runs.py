@@ -11,14 +11,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from slime_instrument.lab.matrix import plan
-from slime_instrument.lab.matrix.plan import Run
-from slime_instrument.lab.options import LabError, LabResult
-from slime_instrument.lab.training import train_all
+import slime_instrument
+from slime_instrument.lab._options import LabError, LabResult
+from slime_instrument.lab._training import train_all
+from tools.matrix import plan
+from tools.matrix.plan import Run
 
 _BATCH = 40
-#: What a comparison rests on. Runs of another state of it are made again only when asked for; the page says so.
-_CODE = ("_capture.py", "_runtime.py", "_state.py", "_dump", "_patching", "_hooks", "lab")
+_PACKAGE = Path(slime_instrument.__file__).resolve().parent
+#: What only reads dumps. A run's result rests on all other code; runs of another state of it are made again only when
+#: asked for, and the page says how many there are.
+_READS_ONLY = ("_analysis", "_report", "_view", "_live", "_cli")
 
 
 @dataclass(frozen=True)
@@ -101,13 +104,11 @@ class Runs:
 
 
 def code_fingerprint() -> str:
-    """Of the parts of this package that a run's result depends on."""
-    package = Path(__file__).resolve().parents[2]
+    """Of the parts of the package that a run's result depends on."""
     digest = hashlib.sha256()
-    for name in _CODE:
-        for path in sorted([package / name] if name.endswith(".py") else (package / name).rglob("*.py")):
-            if "matrix" not in path.parts:
-                digest.update(path.read_bytes())
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        if path.relative_to(_PACKAGE).parts[0] not in _READS_ONLY:
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime_instrument.lab.matrix.layouts import LAYOUTS, RECIPE_LAYOUTS, Layout
-from slime_instrument.lab.matrix.recipes import RECIPES, Recipe
-from slime_instrument.lab.options import LabOptions
-from slime_instrument.lab.sources import find_sources
+from slime_instrument.lab._options import LabOptions
+from slime_instrument.lab._sources import find_sources
+from tools.matrix.layouts import LAYOUTS, RECIPE_LAYOUTS, Layout
+from tools.matrix.recipes import RECIPES, Recipe
 
 #: Oldest first. A checkout whose folder name starts with ``main`` counts as the last one.
 RELEASES = (

@@ -1,4 +1,4 @@
-"""``python -m slime_instrument.lab.matrix``: run what has not been run, judge it, write the page."""
+"""``python -m tools.matrix``: run what has not been run, judge it, write the page."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime_instrument.lab.matrix import page, plan
-from slime_instrument.lab.matrix.checks import Verdict, judge
-from slime_instrument.lab.matrix.layouts import LAYOUTS
-from slime_instrument.lab.matrix.plan import Cell, absent, cells, checkouts
-from slime_instrument.lab.matrix.recipes import RECIPES
-from slime_instrument.lab.matrix.results import Results
-from slime_instrument.lab.matrix.runs import Runs
-from slime_instrument.lab.samples import EDGE_KINDS
+from slime_instrument.lab._samples import EDGE_KINDS
+from tools.matrix import page, plan
+from tools.matrix.checks import Verdict, judge
+from tools.matrix.layouts import LAYOUTS
+from tools.matrix.plan import Cell, absent, cells, checkouts
+from tools.matrix.recipes import RECIPES
+from tools.matrix.results import Results
+from tools.matrix.runs import Runs
 
 _PAGE = Path("docs/compatibility.md")
 
@@ -90,7 +90,7 @@ def _wanted(given: argparse.Namespace, releases: list[str]) -> list[Cell]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m slime_instrument.lab.matrix", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.matrix", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/matrix"), help="where runs and results are kept")
     parser.add_argument("--core", type=Path, default=None, help="megatron-core 0.14.0, for v0.2.0 and v0.2.1")
     parser.add_argument(
