@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from slime_instrument import _runtime as runtime
 from slime_instrument import _state as state
-from slime_instrument._activation import waiting
+from slime_instrument import _waiting as waiting
 from slime_instrument._capture import CaptureSession, enter, leave
 from slime_instrument._errors import SettingsError
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slime_instrument._capture import LOCAL_KEY, CaptureSession
 from slime_instrument._dump.agreement import Agreement, NotAgreed, default_store, not_armed
 from slime_instrument._dump.atomic import clean_leftovers, write_atomically
+from slime_instrument._dump.contribute import Seen
 from slime_instrument._dump.exchange import own_shard, receive_all, send_own
 from slime_instrument._dump.payload import build_payload
 from slime_instrument._dump.provenance import describe
@@ -24,16 +25,14 @@ from slime_instrument._errors import DumpError
 from slime_instrument._format.schema import CONTEXT_PARALLEL_FIELDS
 
 if TYPE_CHECKING:
-    from slime_instrument._runtime import Runtime
+    from slime_instrument._dump.dumper import Dumper
 
 __all__ = ["dump"]
 
 logger = logging.getLogger("slime_instrument")
 
 
-def dump(
-    runtime: Runtime, args: Any, rollout_id: int, rollout_data: dict[str, Any], session: CaptureSession | None
-) -> None:
+def dump(runtime: Dumper, args: Any, rollout_id: int, rollout_data: dict[str, Any], seen: Seen) -> None:
     """Take part in the dump of one rollout; on the writer, write it. Raises :class:`DumpError` when it is given up."""
     topology = read_topology()
     if not topology.takes_part:
@@ -46,7 +45,7 @@ def dump(
     alone = len(topology.participants) == 1
     agreement = None if alone else _agreement(runtime, topology, rollout_id)
     try:
-        contribution = _contribution(runtime, args, rollout_data, session, topology, cp_fields)
+        contribution = _contribution(args, rollout_data, seen, topology, cp_fields)
     except BaseException as error:
         if agreement is not None:
             agreement.give_up(f"{type(error).__name__}: {error}")
@@ -83,7 +82,7 @@ def dump(
     runtime.live.after_dump(args, rollout_id, payload, path)
 
 
-def _agreement(runtime: Runtime, topology: Topology, rollout_id: int) -> Agreement:
+def _agreement(runtime: Dumper, topology: Topology, rollout_id: int) -> Agreement:
     store = default_store()
     missing = not_armed(store, topology.participants)
     if missing:
@@ -95,34 +94,28 @@ def _agreement(runtime: Runtime, topology: Topology, rollout_id: int) -> Agreeme
 
 
 def _contribution(
-    runtime: Runtime,
     args: Any,
     rollout_data: dict[str, Any],
-    session: CaptureSession | None,
+    seen: Seen,
     topology: Topology,
     cp_fields: tuple[str, ...],
 ) -> Contribution:
     """This rank's part. The trainer's own dict is left as it is."""
-    if session is None:
-        raise DumpError("no capture session is open: train_actor was not seen")
-    if session.failure is not None:
-        raise DumpError(f"a dump without a part would be wrong: {session.failure}")
-    data = {key: value for key, value in rollout_data.items() if key != LOCAL_KEY}
+    if seen.failure is not None:
+        raise DumpError(f"a dump without a part would be wrong: {seen.failure}")
+    data = dict(rollout_data)
     qkv_format = getattr(args, "qkv_format", "thd")
     padded = data.get("max_seq_lens") if qkv_format == "bshd" else None
-    steps = None
-    captured = session.collected() if session is not None and session.wanted else None
-    if captured is not None:
+    if seen.log_probs is not None:
         lengths = shard_lengths(
             data["total_lengths"], data["response_lengths"], topology.context_parallel, topology.context_rank, padded
         )
-        values, steps = captured
-        data["log_probs"] = _without_holes(values, lengths)
-    provenance = describe(data, runtime, topology, session, cp_fields, qkv_format, steps)
+        data["log_probs"] = _without_holes(seen.log_probs, lengths)
+    provenance = describe(data, topology, seen, cp_fields, qkv_format)
     return contribute(data, topology, cp_fields, padded=padded, provenance=provenance)
 
 
-def _without_holes(values: list[torch.Tensor | None], lengths: list[int]) -> list[torch.Tensor]:
+def _without_holes(values: Sequence[torch.Tensor | None], lengths: list[int]) -> list[torch.Tensor]:
     """NaN for samples that the loss never saw: they have no value, and 0.0 would be a log-prob."""
     like = next(value for value in values if value is not None)
     return [

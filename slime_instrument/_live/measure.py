@@ -14,7 +14,7 @@ from slime_instrument._analysis.schedule import Schedule
 from slime_instrument._analysis.tabulate import tabulate
 from slime_instrument._format.checks.values import whole_number
 from slime_instrument._format.records import RolloutDump, TrainDump
-from slime_instrument._live.alert import METRICS
+from slime_instrument._thresholds import METRICS
 
 __all__ = ["MOST_TOKENS", "flat", "measure_payload"]
 

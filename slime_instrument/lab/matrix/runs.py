@@ -18,7 +18,7 @@ from slime_instrument.lab.training import train_all
 
 _BATCH = 40
 #: What a comparison rests on. Runs of another state of it are made again only when asked for; the page says so.
-_CODE = ("_capture.py", "_runtime.py", "_state.py", "_dump", "_patching", "_hooks", "lab")
+_CODE = ("_runtime.py", "_dump", "_patching", "_hooks", "lab")
 
 
 @dataclass(frozen=True)
