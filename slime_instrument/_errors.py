@@ -96,7 +96,8 @@ def not_ours(error: BaseException) -> bool:
             if frame.f_code in installed:
                 return True
             called_theirs = True
-        if _was_handed_the_frame_it_interrupted(frame):
+        # Not in frames of ours: looking at the locals of the one that caught the error would keep the error alive.
+        if not _is_ours(frame.f_globals.get("__name__")) and _was_handed_the_frame_it_interrupted(frame):
             return True
         trace = trace.tb_next
     return not called_theirs and not _is_known(type(error).__module__)
@@ -134,6 +135,10 @@ def _codes_of_signal_handlers() -> set[CodeType]:
             else:
                 break
     return codes
+
+
+def _is_ours(module: object) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] == "slime_instrument"
 
 
 def _is_known(module: object) -> bool:

@@ -1,4 +1,4 @@
-"""The one way to the log. Standard library only: this module is imported at interpreter start.
+"""The one way to the log, for everything that runs inside somebody's training. Standard library only.
 
 Handlers and filters of a logger are the user's code. One that raises must not end the training that it logs for.
 """

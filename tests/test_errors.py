@@ -17,7 +17,6 @@ def test_a_message_has_its_five_parts_in_order() -> None:
     [
         (errors.SettingsError, ValueError),
         (errors.TrainingPathError, ValueError),
-        (errors.PatchError, RuntimeError),
         (errors.DumpError, RuntimeError),
         (errors.DumpFormatError, ValueError),
     ],
