@@ -14,7 +14,7 @@ from slime_instrument._format.dumps import RolloutDump, TrainDump
 from slime_instrument._format.join import Join, Pair
 from slime_instrument._format.schedule import Schedule
 from slime_instrument._format.values import whole_number
-from slime_instrument._live.alert import METRICS
+from slime_instrument._thresholds import METRICS
 
 __all__ = ["MOST_TOKENS", "flat", "measure_payload"]
 

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-__all__ = ["SlimeWatch", "cancel", "is_waiting", "route", "wait_or_arm", "watch"]
-
 _TOP = "slime"
 
 

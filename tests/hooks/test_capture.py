@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import gc
 import threading
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from slime_instrument._capture import (
+from slime_instrument._hooks.capture import (
     LOCAL_KEY,
+    POLICY_LOSSES,
     POSITION_KEY,
+    SESSIONS,
     CaptureSession,
+    PolicyLoss,
     current_session,
-    enter,
-    enter_policy_loss,
-    leave,
-    leave_policy_loss,
-    policy_batch,
+    policy_loss,
 )
+from slime_instrument._hooks.process import Loaded
 
 
 def data(count: int = 2, **more: Any) -> dict[str, Any]:
@@ -155,7 +159,7 @@ def test_nothing_is_wanted_once_slime_has_computed_the_log_probs_itself() -> Non
     session.begin_step(0)
     rollout_data["log_probs"] = [torch.zeros(2)] * 2
     assert not session.wanted
-    assert session.native_capture
+    assert session.captured_by_slime
 
 
 def test_log_probs_that_were_there_before_the_first_step_are_not_a_capture_of_slimes() -> None:
@@ -163,7 +167,7 @@ def test_log_probs_that_were_there_before_the_first_step_are_not_a_capture_of_sl
     session = CaptureSession(0, rollout_data)
     rollout_data["log_probs"] = [torch.zeros(2)] * 2
     session.begin_step(0)
-    assert not session.native_capture
+    assert not session.captured_by_slime
 
 
 def test_a_closed_session_holds_no_tensor() -> None:
@@ -173,55 +177,155 @@ def test_a_closed_session_holds_no_tensor() -> None:
     assert collected is not None
     kept = weakref.ref(collected[0][0])
     del collected
-    handle = enter(session)
     assert kept() is not None
-    leave(handle)
+    session.close()
     assert kept() is None
-    assert current_session() is None
 
 
-def test_leaving_closes_its_own_session_also_when_an_inner_one_was_left_open() -> None:
+# ---------------------------------------------------------------- modes that the caller may be in
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "default device": lambda: torch.device("meta"),
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "no grad": torch.no_grad,
+    "grad": torch.enable_grad,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kinds", [["float32", "float32"], ["float32", "bfloat16"], ["float64", "float32"]])
+def test_captured_values_are_plain_and_bit_identical_whatever_mode_the_loss_runs_in(mode: str, kinds: Any) -> None:
+    session = CaptureSession(0, data())
+    given = [torch.randn(3).to(getattr(torch, kind)) for kind in kinds]
+    expected = [value.clone() for value in given]
+    with MODES[mode]():
+        if mode == "inference mode":
+            given = [value.clone() for value in given]
+        session.capture([0, 1], given)
+    collected = session.collected()
+    assert collected is not None
+    for value, wanted in zip(collected[0], expected, strict=True):
+        assert value is not None
+        assert (value.dtype, value.device) == (wanted.dtype, wanted.device)
+        assert torch.equal(value, wanted)
+        assert not value.is_inference()
+        value.add_(1)  # a tensor of inference mode could not be worked on out here
+
+
+def test_capturing_under_another_default_dtype_changes_nothing() -> None:
+    session = CaptureSession(0, data())
+    torch.set_default_dtype(torch.float64)
+    try:
+        session.capture([0, 1], [torch.ones(2, dtype=torch.float32), torch.zeros(1, dtype=torch.float32)])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    collected = session.collected()
+    assert collected is not None
+    assert [value.dtype for value in collected[0] if value is not None] == [torch.float32] * 2
+
+
+def test_values_of_odd_shapes_are_kept_as_they_are() -> None:
+    session = CaptureSession(0, data())
+    given = [torch.randn(2, 3), torch.tensor(1.5)]
+    session.capture([0, 1], given)
+    collected = session.collected()
+    assert collected is not None
+    assert all(torch.equal(value, wanted) for value, wanted in zip(collected[0], given, strict=True))  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- whose session, whose loss
+
+
+def test_a_session_is_over_at_the_end_of_its_block_and_nested_ones_come_back_in_order() -> None:
     outer, inner = CaptureSession(0, data()), CaptureSession(1, data())
-    outer.capture([0], [torch.ones(2)])
-    handle = enter(outer)
-    enter(inner)
-    leave(handle)
-    assert outer.collected() is None
+    with SESSIONS.opened(outer):
+        with contextlib.suppress(KeyError), SESSIONS.opened(inner):
+            assert current_session() is inner
+            raise KeyError
+        assert current_session() is outer
     assert current_session() is None
 
 
-def test_nested_sessions_come_back_in_order() -> None:
-    outer, inner = CaptureSession(0, data()), CaptureSession(1, data())
-    outer_handle = enter(outer)
-    inner_handle = enter(inner)
-    assert current_session() is inner
-    leave(inner_handle)
-    assert current_session() is outer
-    leave(outer_handle)
-    assert current_session() is None
-
-
-def test_threads_see_their_own_session_and_batch_only() -> None:
+def test_threads_see_their_own_session_and_loss_only() -> None:
     seen: dict[str, Any] = {}
     barrier = threading.Barrier(2)
 
     def work(name: str) -> None:
-        assert current_session() is None
-        assert policy_batch() is None
         session = CaptureSession(0, data())
-        handle = enter(session)
-        batch = enter_policy_loss({"of": name})
+        loss = PolicyLoss(session, {"of": name})
         barrier.wait(10)
-        seen[name] = (current_session() is session, policy_batch())
-        barrier.wait(10)
-        leave_policy_loss(batch)
-        leave(handle)
+        with SESSIONS.opened(session), POLICY_LOSSES.opened(loss):
+            barrier.wait(10)
+            seen[name] = (current_session() is session, policy_loss() is loss)
+            barrier.wait(10)
 
-    outer = enter(CaptureSession(0, data()))
     threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    leave(outer)
-    assert seen == {"a": (True, {"of": "a"}), "b": (True, {"of": "b"})}
+    assert seen == {"a": (True, True), "b": (True, True)}
+
+
+def elsewhere(how: str, call: Callable[[], Any]) -> Any:
+    """Run ``call`` where the caller's context variables are not seen."""
+    if how == "fresh context":
+        return contextvars.Context().run(call)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+@pytest.mark.parametrize("how", ["fresh context", "thread pool"])
+def test_code_in_another_context_sees_the_only_session_and_loss_that_are_open(how: str) -> None:
+    session = CaptureSession(0, data())
+    loss = PolicyLoss(session, {})
+    assert elsewhere(how, current_session) is None
+    with SESSIONS.opened(session), POLICY_LOSSES.opened(loss):
+        assert elsewhere(how, current_session) is session
+        assert elsewhere(how, policy_loss) is loss
+    assert elsewhere(how, current_session) is None
+
+
+@pytest.mark.parametrize("how", ["fresh context", "thread pool"])
+def test_where_two_sessions_are_open_code_in_another_context_is_given_neither(how: str) -> None:
+    with SESSIONS.opened(CaptureSession(0, data())), SESSIONS.opened(CaptureSession(1, data())):
+        assert elsewhere(how, current_session) is None
+        assert current_session() is not None
+
+
+def test_a_context_that_was_copied_inside_a_session_does_not_keep_it() -> None:
+    session = CaptureSession(0, data())
+    kept = weakref.ref(session)
+    with SESSIONS.opened(session):
+        copied = contextvars.copy_context()
+        assert copied.run(current_session) is session
+    del session
+    assert copied.run(current_session) is None
+    assert kept() is None
+
+
+# ---------------------------------------------------------------- keys of ours in slime's dict
+
+
+def test_a_failure_takes_our_keys_out_and_leaves_slimes() -> None:
+    for loaded, left in ((Loaded("partition", added=True), set()), (Loaded("partition"), {POSITION_KEY})):
+        rollout_data = data()
+        session = CaptureSession(0, rollout_data, loaded)
+        session.number_samples()
+        session.fail("first")
+        session.fail("second")
+        assert session.failure == "first"
+        assert set(rollout_data) == {"response_lengths"} | left
+
+
+def test_a_nested_session_leaves_the_key_to_the_one_that_put_it_there() -> None:
+    rollout_data = {"response_lengths": [1, 1]}
+    outer, inner = CaptureSession(0, rollout_data), CaptureSession(0, rollout_data)
+    outer.number_samples()
+    inner.number_samples()
+    inner.close()
+    assert rollout_data[LOCAL_KEY] == [0, 1]
+    outer.close()
+    assert LOCAL_KEY not in rollout_data

@@ -1,10 +1,12 @@
-"""What ``SLIME_INSTRUMENT`` says. Imports ``os`` alone: it is read at every interpreter start."""
+"""What ``SLIME_INSTRUMENT`` says. Imports ``os`` alone: this is read at every interpreter start."""
 
 from __future__ import annotations
 
 import os
 
 PREFIX = "SLIME_INSTRUMENT"
+ROUTE_VARIABLE = "SLIME_INSTRUMENT_ROUTE"
+"""Set by this package itself for child processes: how they are armed, in words."""
 ON, OFF = frozenset({"1", "true", "yes", "on"}), frozenset({"", "0", "false", "no", "off"})
 
 
