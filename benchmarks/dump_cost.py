@@ -24,9 +24,10 @@ from benchmarks import baseline, megatron_groups
 from benchmarks.ranks import run_on_ranks
 from benchmarks.shards import Case, rollout_data
 from benchmarks.timing import Collectives, Figure, PeakMemory, Stopwatch, machine
-from slime_instrument._capture import CaptureSession
 from slime_instrument._dump import pipeline
-from slime_instrument._runtime import Runtime
+from slime_instrument._dump.contribute import Seen
+from slime_instrument._dump.dumper import Dumper
+from slime_instrument._patching.failures import FailurePolicy
 from slime_instrument._settings import Settings
 
 __all__ = ["Outcome", "measure"]
@@ -120,16 +121,16 @@ def measure(case: Case, repeats: int = 7, *, own_rendering: bool = False) -> Out
 
 
 def _on_rank(case: Case, rank: int, repeats: int, slime: baseline.Baseline, folder: Path) -> dict[str, list[Turn]]:
-    runtime = Runtime("benchmark")
-    runtime.announce()
+    dumper = Dumper(Settings.from_environment(), FailurePolicy(lambda: True).report)
+    dumper.begin(0)
     dist.barrier()
     # One small dump each way first: connections are made and modules loaded once in a job, not once in a dump.
     small = rollout_data(replace(case, samples=1, response=8), rank)
-    _ours(runtime, small, str(folder / "first.pt"))
+    _ours(dumper, small, str(folder / "first.pt"))
     slime.dump(small, str(folder / "first.pt"))
     data = rollout_data(case, rank)
     ways = {
-        "ours": lambda: _ours(runtime, data, str(folder / "ours.pt")),
+        "ours": lambda: _ours(dumper, data, str(folder / "ours.pt")),
         "slime": lambda: slime.dump(data, str(folder / "slime.pt")),
     }
     turns: dict[str, list[Turn]] = {way: [] for way in ways}
@@ -145,20 +146,20 @@ def _on_rank(case: Case, rank: int, repeats: int, slime: baseline.Baseline, fold
     return turns
 
 
-def _ours(runtime: Runtime, data: dict[str, Any], path: str) -> Stopwatch:
+def _ours(dumper: Dumper, data: dict[str, Any], path: str) -> Stopwatch:
     """``restore`` is everything up to whole fields on the writer; for the other ranks, everything."""
     watch = Stopwatch()
-    runtime.training_begins(0)
+    dumper.begin(0)
     args = SimpleNamespace(save_debug_train_data=path, qkv_format="thd")
     with (
         watch.around(pipeline, "build_payload", "payload"),
         watch.around(pipeline, "write_atomically", "write"),
         watch.whole(),
     ):
-        pipeline.dump(runtime, args, 0, data, CaptureSession(0, data))
-    blocking = ("payload",) if runtime.settings.async_write else ("payload", "write")
+        dumper.dump(args, 0, data, Seen(came_with_rollout=frozenset(data)))
+    blocking = ("payload",) if dumper.settings.async_write else ("payload", "write")
     watch.phases["restore"] = watch.total - sum(watch.phases.get(phase, 0.0) for phase in blocking)
-    runtime.background.flush()  # what was left to the background belongs to nobody's blocked time
+    dumper.background.flush()  # what was left to the background belongs to nobody's blocked time
     return watch
 
 

@@ -9,17 +9,15 @@ from typing import Any
 
 from slime_instrument._analysis.evidence import Finding, View
 from slime_instrument._analysis.findings import diagnose
-from slime_instrument._analysis.join import Join, join
 from slime_instrument._analysis.metrics import Limits, measure
 from slime_instrument._analysis.metrics.samples import per_sample, worst_tokens
 from slime_instrument._analysis.table import TokenTable
 from slime_instrument._analysis.tabulate import tabulate
 from slime_instrument._errors import DumpFormatError, five_parts
-from slime_instrument._format.mapped import mappings
-from slime_instrument._format.plain import plain_value
-from slime_instrument._format.reader import read_rollout_dump, read_train_dump
-from slime_instrument._format.records import RolloutDump, TrainDump
+from slime_instrument._format.dumps import RolloutDump, TrainDump, read_rollout_dump, read_train_dump
+from slime_instrument._format.join import Join, join
 from slime_instrument._format.schema import PROVENANCE
+from slime_instrument._format.values import plain_value
 
 __all__ = ["Comparison", "compare"]
 
@@ -96,14 +94,13 @@ def compare(
         OSError: a file is missing or may not be read.
     """
     source, trained = rollout, train
-    with mappings() as opened:
-        if not isinstance(source, RolloutDump):
-            source = read_rollout_dump(source, allow_pickle=allow_pickle, compact=True)
-        if not isinstance(trained, TrainDump):
-            trained = read_train_dump(trained)
+    if not isinstance(source, RolloutDump):
+        source = read_rollout_dump(source, allow_pickle=allow_pickle, compact=True)
+    if not isinstance(trained, TrainDump):
+        trained = read_train_dump(trained)
     warnings: list[str] = []
     if trained.kind == "train-rank":
-        from slime_instrument._format.convert import convert_dump
+        from slime_instrument._convert import convert_dump
 
         converted = convert_dump(trained, rollout=source)
         trained, warnings = converted.dump, list(converted.warnings)
@@ -113,9 +110,7 @@ def compare(
     if field != "log_probs" and trained.samples and not any(field in sample for sample in trained.samples):
         raise DumpFormatError(_no_such_field(trained, field))
     joined = join(source, trained)
-    opened.release()
     table = tabulate(joined.pairs, train_field=field)
-    opened.release()
     diagnosis = diagnose(View(source, trained, joined, table))
     record = {
         "rollout": str(source.path),

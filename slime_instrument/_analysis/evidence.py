@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from slime_instrument._analysis.blocks import Block
-from slime_instrument._analysis.join import Join
 from slime_instrument._analysis.percentiles import percentiles
 from slime_instrument._analysis.sums import PairSums
 from slime_instrument._analysis.table import TokenTable
-from slime_instrument._format.plain import plain_value
-from slime_instrument._format.records import RolloutDump, TrainDump
+from slime_instrument._format.dumps import RolloutDump, TrainDump
+from slime_instrument._format.join import Join
+from slime_instrument._format.values import plain_value
 
 __all__ = ["Finding", "View"]
 

@@ -27,7 +27,7 @@ __all__ = ["SCHEMA_VERSION", "Level", "columns", "export", "rows", "tables"]
 def rows(path: str | os.PathLike[str], *, level: Level = "sample", allow_pickle: bool = False) -> list[dict[str, Any]]:
     """The rows of one file as plain dicts; for ``ray.data.from_items(files).flat_map(rows)`` and the like.
 
-    Errors as for :func:`slime_instrument._format.reader.read_dump`.
+    Errors as for :func:`slime_instrument._format.dumps.read_dump`.
     """
     return [
         row for table in tables(path, level=level, allow_pickle=allow_pickle) for row in table.iter_rows(named=True)

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from slime_instrument._analysis.arrays import integers, log_probs
 from slime_instrument._analysis.metrics.drift import known_versions
 from slime_instrument._errors import DumpFormatError
-from slime_instrument._format.checks.values import as_list, length_of, number, truth, whole_number
-from slime_instrument._format.reader import read_dump
-from slime_instrument._format.records import RolloutDump, TrainDump
+from slime_instrument._format.dumps import RolloutDump, TrainDump, read_dump
 from slime_instrument._format.schema import CONTEXT_PARALLEL_FIELDS
+from slime_instrument._format.values import as_list, integers, length_of, log_probs, number, truth, whole_number
 
 if TYPE_CHECKING:
     import polars as pl

@@ -13,8 +13,8 @@ from functools import cached_property
 import torch
 
 from slime_instrument._analysis.blocks import Block, blocks_of
-from slime_instrument._analysis.join import Pair
 from slime_instrument._analysis.sums import PairSums
+from slime_instrument._format.join import Pair
 
 __all__ = ["FILLER", "KINDS", "TokenTable"]
 

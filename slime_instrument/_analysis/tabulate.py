@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from slime_instrument._analysis.arrays import integers, log_probs
-from slime_instrument._analysis.join import Pair
 from slime_instrument._analysis.table import FILLER, KINDS, TokenTable
-from slime_instrument._format.checks.values import length_of, truth, whole_number
+from slime_instrument._format.join import Pair
+from slime_instrument._format.values import integers, length_of, log_probs, truth, whole_number
 
 __all__ = ["tabulate"]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from slime_instrument._analysis.compare import Comparison
 from slime_instrument._errors import DumpFormatError
-from slime_instrument._format.checks.values import whole_number, whole_number_in
 from slime_instrument._format.containers import unusable
-from slime_instrument._format.reader import detect_kind
+from slime_instrument._format.dumps import detect_kind
 from slime_instrument._format.safe_load import load_dump
+from slime_instrument._format.values import whole_number, whole_number_in
 
 __all__ = ["FilePair", "pair_files", "trend"]
 

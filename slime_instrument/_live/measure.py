@@ -8,13 +8,13 @@ from typing import Any
 
 from slime_instrument._analysis.evidence import Finding, View
 from slime_instrument._analysis.findings import diagnose
-from slime_instrument._analysis.join import Join, Pair
 from slime_instrument._analysis.metrics import Limits, measure
-from slime_instrument._analysis.schedule import Schedule
 from slime_instrument._analysis.tabulate import tabulate
-from slime_instrument._format.checks.values import whole_number
-from slime_instrument._format.records import RolloutDump, TrainDump
-from slime_instrument._live.alert import METRICS
+from slime_instrument._format.dumps import RolloutDump, TrainDump
+from slime_instrument._format.join import Join, Pair
+from slime_instrument._format.schedule import Schedule
+from slime_instrument._format.values import whole_number
+from slime_instrument._thresholds import METRICS
 
 __all__ = ["MOST_TOKENS", "flat", "measure_payload"]
 

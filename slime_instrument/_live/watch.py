@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slime_instrument._dump.template import dump_template
+from slime_instrument._dump.file import dump_template
 from slime_instrument._live.tracking import log_metrics, rollout_step
 from slime_instrument._settings import Settings
 

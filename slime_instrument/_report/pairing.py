@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slime_instrument._errors import DumpFormatError, five_parts
 from slime_instrument._format.containers import examine, looks_like_train_dump
-from slime_instrument._format.reader import read_rollout_dump, read_train_dump
+from slime_instrument._format.dumps import read_rollout_dump, read_train_dump
 
 __all__ = ["FilePair", "Pairing", "Skipped", "find_pairs"]
 

@@ -10,7 +10,7 @@ import torch
 
 from slime_instrument._analysis.compare import Comparison
 from slime_instrument._analysis.metrics.drift import staleness_of
-from slime_instrument._format.checks.values import number, whole_number
+from slime_instrument._format.values import number, whole_number
 
 __all__ = ["COLUMNS", "sample_rows"]
 

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from slime_instrument._analysis.arrays import integers
 from slime_instrument._analysis.compare import Comparison
 from slime_instrument._dump.zigzag import owned
-from slime_instrument._format.checks.values import whole_number
 from slime_instrument._format.schema import PROVENANCE
+from slime_instrument._format.values import integers, whole_number
 
 __all__ = ["LONGEST", "TokenBlocks"]
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime_instrument._analysis.join import Pair
 from slime_instrument._analysis.table import TokenTable
 from slime_instrument._analysis.tabulate import tabulate
 from slime_instrument._errors import DumpFormatError, five_parts
-from slime_instrument._format.checks.values import number, whole_number
 from slime_instrument._format.containers import examine, looks_like_train_dump
-from slime_instrument._format.reader import read_rollout_dump, read_train_dump
-from slime_instrument._format.records import TrainDump
+from slime_instrument._format.dumps import TrainDump, read_rollout_dump, read_train_dump
+from slime_instrument._format.join import Pair
+from slime_instrument._format.values import number, whole_number
 
 __all__ = ["Row", "Source", "choose_files"]
 

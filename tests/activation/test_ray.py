@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_instrument._format.validate import validate_files
+from slime_instrument._validate import validate_files
 from slime_instrument.lab import LabOptions, find_sources, train
 from slime_instrument.lab._sources import MINIATURE
 

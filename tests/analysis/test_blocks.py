@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from slime_instrument._analysis import blocks
 from slime_instrument._analysis.compare import compare
-from slime_instrument._analysis.join import Pair
 from slime_instrument._analysis.metrics import Limits, measure
 from slime_instrument._analysis.metrics.drift import turns
 from slime_instrument._analysis.metrics.samples import per_sample, worst_tokens
 from slime_instrument._analysis.table import TokenTable
 from slime_instrument._analysis.tabulate import tabulate
+from slime_instrument._format.join import Pair
 from tests.analysis import seeded
 
 VALUES = st.sampled_from([-0.1, -0.5, -3.0, -12.0, -700.0, 0.0, math.nan, -math.inf])

@@ -13,7 +13,7 @@ import torch
 
 from slime_instrument._analysis.compare import Comparison, compare
 from slime_instrument._errors import DumpFormatError
-from slime_instrument._format.reader import rollout_dump_of, train_dump_of
+from slime_instrument._format.dumps import rollout_dump_of, train_dump_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "format"))
 import builders

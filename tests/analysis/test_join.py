@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from slime_instrument._analysis.compare import Comparison, compare
-from slime_instrument._format.reader import rollout_dump_of, train_dump_of
+from slime_instrument._format.dumps import rollout_dump_of, train_dump_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "format"))
 import builders

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime_instrument._capture import CaptureSession
 from slime_instrument._dump.exchange import message_bytes
 from slime_instrument._dump.packing import Packer
+from slime_instrument._hooks.capture import CaptureSession
 
 META = torch.device("meta")
 # Views and bookkeeping: no kernel is started for them.

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from slime_instrument import _runtime as runtime
-from slime_instrument._capture import LOCAL_KEY, CaptureSession, current_session
 from slime_instrument._errors import DumpError
+from slime_instrument._hooks.capture import LOCAL_KEY, CaptureSession, current_session
 
 from .fake_slime import FakeSlime, Form
 
@@ -217,14 +217,15 @@ def test_a_failing_rollout_leaves_nothing_and_the_next_one_is_dumped_as_ever(
 
 
 FAULTS = {
-    "data-loader": "slime_instrument._hooks.data_loader.megatron_is_up",
-    "data-loader, after": "slime_instrument._hooks.data_loader.reconstruct",
-    "micro-batches": "slime_instrument._hooks.micro_batches.Advice",
-    "policy-loss": "slime_instrument._hooks.policy_loss.enter_policy_loss",
-    "log-probs": "slime_instrument._hooks.policy_loss.per_sample",
-    "train-actor": "slime_instrument._hooks.train_actor.CaptureSession",
-    "train-actor, cleanup": "slime_instrument._hooks.train_actor.drain_native_capture",
-    "train-dump": "slime_instrument._hooks.train_dump.megatron_is_up",
+    "data-loader": "slime_instrument._hooks.loading.megatron_is_up",
+    "data-loader, after": "slime_instrument._hooks.loading.reconstruct",
+    "micro-batches": "slime_instrument._patching.patch.Call.__setitem__",
+    "policy-loss": "slime_instrument._hooks.training.PolicyLoss",
+    "log-probs": "slime_instrument._hooks.training.per_sample",
+    "train-actor": "slime_instrument._hooks.training.CaptureSession",
+    "train-actor, cleanup": "slime_instrument._hooks.training.drain_native_capture",
+    "train-dump": "slime_instrument._hooks.dump.megatron_is_up",
+    "train-dump, inside": "slime_instrument._hooks.dump.Seen",
     "describe": "slime_instrument._dump.pipeline.contribute",
     "restore": "slime_instrument._dump.pipeline.own_shard",
     "build": "slime_instrument._dump.pipeline.build_payload",
@@ -237,8 +238,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("ours")
 
-    module, _, name = FAULTS[fault].rpartition(".")
-    monkeypatch.setattr(importlib.import_module(module), name, fail)
+    monkeypatch.setattr(FAULTS[fault], fail)
 
 
 def rollout(loader: str, batch: Any) -> Any:
@@ -352,7 +352,7 @@ def test_a_capture_that_fails_in_every_rollout_takes_the_whole_layer_out(
             raise ZeroDivisionError("ours")
         return result[1]["log_probs"]
 
-    monkeypatch.setattr("slime_instrument._hooks.policy_loss.per_sample", fail)
+    monkeypatch.setattr("slime_instrument._hooks.training.per_sample", fail)
     for rollout_id in range(4):
         taken.clear()
         actor.train(rollout_id, [batch])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from slime_instrument._errors import SettingsError
-from slime_instrument._live.alert import METRICS, parse_alerts
 from slime_instrument._settings import Settings
+from slime_instrument._thresholds import METRICS, parse_alerts
 
 
 def test_thresholds_are_read_and_shown_again() -> None:

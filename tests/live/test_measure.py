@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from slime_instrument._analysis.compare import compare
-from slime_instrument._format.records import RolloutDump, TrainDump
-from slime_instrument._live.alert import METRICS
+from slime_instrument._format.dumps import RolloutDump, TrainDump
 from slime_instrument._live.measure import flat, measure_payload
+from slime_instrument._thresholds import METRICS
 
 from .dumps import payload
 

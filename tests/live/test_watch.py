@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from slime_instrument._live.alert import parse_alerts
 from slime_instrument._live.watch import LiveMetrics, append_line, metrics_file, report_command
 from slime_instrument._settings import Settings
+from slime_instrument._thresholds import parse_alerts
 
 from .dumps import payload
 

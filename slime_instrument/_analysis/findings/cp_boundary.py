@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from slime_instrument._analysis.evidence import Finding, View
-from slime_instrument._analysis.join import Pair
 from slime_instrument._analysis.statistics import log_all_hit
 from slime_instrument._dump.zigzag import owned
-from slime_instrument._format.checks.values import whole_number
+from slime_instrument._format.join import Pair
 from slime_instrument._format.schema import PROVENANCE
+from slime_instrument._format.values import whole_number
 
 CODE = "cp-boundary"
 ORDER = 70

@@ -10,7 +10,7 @@ import torch
 from slime_instrument._analysis.blocks import Block
 from slime_instrument._analysis.metrics.limits import finite
 from slime_instrument._analysis.table import TokenTable
-from slime_instrument._format.checks.values import as_list, whole_number, whole_number_in
+from slime_instrument._format.values import as_list, whole_number, whole_number_in
 
 __all__ = ["ByDecile", "ByLogProb", "ByStaleness", "ByTurn", "known_versions", "staleness_of", "turns"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from slime_instrument._analysis.arrays import integers
 from slime_instrument._analysis.table import KINDS, TokenTable
+from slime_instrument._format.values import integers
 
 __all__ = ["per_sample", "worst_tokens"]
 
