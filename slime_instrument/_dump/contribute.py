@@ -244,7 +244,7 @@ def contribute(
 
     ``cp_fields``: names of the response-level fields that context parallelism shards, in the order in which the file
     has them; ``padded``: per sample the length that chunks are cut from, where it is not the total length. Raises
-    :class:`DumpError` where the samples' lengths or positions themselves do not fit together.
+    :class:`DumpError` where the samples' lengths themselves do not fit together.
     """
     totals = [int(length) for length in rollout_data["total_lengths"]]
     responses = [int(length) for length in rollout_data["response_lengths"]]
@@ -310,12 +310,6 @@ def _common(rest: Mapping[Any, Any], count: int, described: Description, queue: 
             described.left_out[str(name)] = describe(error)
         if convert.converted:
             described.converted[str(name)] = sorted(convert.converted)
-    positions = described.ids.get("partition")
-    if positions is not None and len(positions) != count:
-        raise DumpError(
-            f"partition has {len(positions)} positions for {count} samples; what drops samples must drop their "
-            "positions too"
-        )
 
 
 def is_per_sample(value: Any, count: int) -> bool:

@@ -503,7 +503,7 @@ class BackgroundWriter:
         ``moved``: a number that changes as long as the work goes on."""
         self.flush()
         if not self._at_exit:
-            atexit.register(self._finish)
+            _at_exit(self._finish)
             self._at_exit = True
         self._lost, self.moved = lost, moved
         thread = threading.Thread(target=self._run, args=(work,), name="slime_instrument-write", daemon=True)
@@ -540,6 +540,12 @@ class BackgroundWriter:
             work()
         except BaseException as error:
             self._error = error
+
+
+def _at_exit(function: Callable[[], None]) -> None:
+    """Run ``function`` when the main thread ends: also in a forked process of multiprocessing's, which ends without
+    what is registered with ``atexit``."""
+    getattr(threading, "_register_atexit", atexit.register)(function)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

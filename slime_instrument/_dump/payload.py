@@ -127,6 +127,10 @@ def _split(part: Restoring) -> tuple[list[dict[str, Any]], dict[str, Any], dict[
     for column in ID_COLUMNS:
         values = ids.get(column)
         layout[column] = None if values is None else list(values)
+        if values is not None and len(values) != count:
+            # Which of them belongs to which sample cannot be known, and a wrong position is worse than none.
+            missing[COLUMN_TO_SAMPLE_KEY[column]] = f"{column} has {len(values)} values for {count} samples"
+            continue
         for sample, value in zip(samples, values if values is not None else (), strict=False):
             sample[COLUMN_TO_SAMPLE_KEY[column]] = value
     layout.update(with_tensors(head.layout))
@@ -136,6 +140,7 @@ def _split(part: Restoring) -> tuple[list[dict[str, Any]], dict[str, Any], dict[
     whole = with_tensors(head.whole)
     layout[PROVENANCE] = {
         **head.provenance,
+        **({"positions": "unknown"} if "rollout_position" in missing else {}),
         **({"converted": head.converted} if head.converted else {}),
         **({"left_out": missing} if missing else {}),
     }
