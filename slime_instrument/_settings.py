@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from slime_instrument._activation.switch import OFF, ON, PREFIX
 from slime_instrument._errors import SettingsError, five_parts
-from slime_instrument._live.alert import NO_ALERTS, Alerts, parse_alerts
+from slime_instrument._thresholds import NO_THRESHOLDS, Thresholds, parse_thresholds
 
 __all__ = ["Pins", "Settings"]
 
@@ -54,7 +54,7 @@ class Settings:
     async_write: bool = False
     cp_fields: tuple[str, ...] = ()
     metrics: bool = False
-    alert: Alerts = NO_ALERTS
+    alert: Thresholds = NO_THRESHOLDS
     unknown: tuple[str, ...] = ()
 
     @property
@@ -166,7 +166,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "async_write": _switch,
     "cp_fields": _names,
     "metrics": _switch,
-    "alert": parse_alerts,
+    "alert": parse_thresholds,
 }
 # Set by this package itself for child processes; never by users.
 _NOT_SETTINGS = frozenset({f"{PREFIX}_ROUTE"})

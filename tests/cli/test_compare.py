@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .outcomes import strict
+from tests.format import builders
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "files"))
-import builders
+from .outcomes import strict
 
 CONTRACT = {
     "n_train", "n_rollout", "n_joined", "n_tokens", "abs_diff", "k1", "k2", "k3", "ess", "excluded", "unmatched",

@@ -21,7 +21,6 @@ from slime_instrument._dump.zigzag import owned
 from slime_instrument._errors import DumpFormatError
 from slime_instrument._format.dumps import RankData, TrainDump, read_rollout_dump, read_train_dump
 from slime_instrument._validate import validate_files
-
 from tests.format import builders
 
 DATA = Path(__file__).parents[1] / "data" / "old_dumps.zip"

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from slime_instrument._errors import DumpFormatError
 from slime_instrument._format.containers import examine
 from slime_instrument._format.safe_load import load_dump
-from slime_instrument._format.unpickling import ObjectRefused, UnsupportedPickle, load_archive, was_list
+from slime_instrument._format.unpickling import UnsupportedPickle, load_archive, was_list
 
 NUMBERS = st.one_of(
     st.integers(0, 300),

@@ -109,7 +109,13 @@ def make_corpus(folder: Path) -> list[Path]:
 def main() -> None:
     import atheris  # type: ignore[import-untyped]
 
-    followed = ["slime_instrument._format", "slime_instrument._validate", "pickle", "zipfile", "torch._weights_only_unpickler"]
+    followed = [
+        "slime_instrument._format",
+        "slime_instrument._validate",
+        "pickle",
+        "zipfile",
+        "torch._weights_only_unpickler",
+    ]
     with atheris.instrument_imports(include=followed):
         import slime_instrument._format.summary
         import slime_instrument._validate  # noqa: F401 - imported here to be followed by the fuzzer

@@ -13,7 +13,6 @@ from slime_instrument._errors import DumpFormatError
 from slime_instrument._format.dumps import rollout_dump_of
 from slime_instrument._validate import validate_files, validate_v2
 from slime_instrument._validate.problems import Problem, Problems
-
 from tests.format import builders
 
 TRAIN = Path("7.pt")
