@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_compact_lists_measure_as_lists_do(tmp_path: Path) -> None:
     torch.save(case.rollout, tmp_path / "rollout.pt")
     torch.save(case.train, tmp_path / "7.pt")
     found = compare(tmp_path / "rollout.pt", tmp_path / "7.pt")
-    assert type(found.rollout_dump.samples[0]["tokens"]).__name__ == "array"
+    assert type(found.rollout_dump.samples[0]["tokens"]).__name__ == "Tensor"
     expected = compare(*case.records())
     ours = {key: value for key, value in found.items() if key not in ("rollout", "train")}
     same(ours, {key: value for key, value in expected.items() if key not in ("rollout", "train")})
