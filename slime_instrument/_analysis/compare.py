@@ -175,10 +175,13 @@ def compare(
         OSError: a file is missing or may not be read.
     """
     source, trained = rollout, train
+    ours: list[RolloutDump | TrainDump] = []  # nobody else has them, so that their memory can be given back
     if not isinstance(source, RolloutDump):
         source = read_rollout_dump(source, allow_pickle=allow_pickle, compact=True)
+        ours.append(source)
     if not isinstance(trained, TrainDump):
         trained = read_train_dump(trained)
+        ours.append(trained)
     warnings: list[str] = []
     if trained.kind == "train-rank":
         from slime_instrument._convert import convert_dump
@@ -191,7 +194,9 @@ def compare(
     if field != "log_probs" and trained.samples and not any(field in sample for sample in trained.samples):
         raise DumpFormatError(_no_such_field(trained, field))
     joined = join(source, trained)
+    _give_back(ours)
     table = tabulate(joined.pairs, train_field=field)
+    _give_back(ours)
     return Comparison(
         rollout_dump=source,
         train_dump=trained,
@@ -204,6 +209,11 @@ def compare(
         log_probs=_origin(trained, field),
         warnings=(*warnings, *table.problems),
     )
+
+
+def _give_back(dumps: Sequence[RolloutDump | TrainDump]) -> None:
+    for dump in dumps:
+        dump.give_back_memory()
 
 
 def _no_such_field(train: TrainDump, field: str) -> str:
