@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from slime_instrument._cli.output import (
+    CANNOT_LOOK,
     WRONG,
     AllowPickle,
     Json,
+    UsageError,
+    console,
     finish,
+    note,
     print_json,
     progress,
     reporting_errors,
+    shown,
+)
+from slime_instrument._errors import five_parts
+from slime_instrument._thresholds import (
+    COUNTS,
+    METRICS,
+    NO_THRESHOLDS,
+    Threshold,
+    Thresholds,
+    parse_threshold,
+    shown_value,
 )
 
 if TYPE_CHECKING:
     from slime_instrument._analysis.compare import Comparison
-    from slime_instrument._analysis.thresholds import Threshold
 
+_EDGES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
+_BAR = 40
+_SHOWN = 8
 _EPILOG = (
     "Examples: slime-instrument compare dumps/rollout_data/0.pt dumps/train_data/0.pt --fail-above abs_diff.mean=0.05; "
     "slime-instrument compare dumps/rollout_data dumps/train_data (every rollout, as a trend); "
@@ -35,7 +53,13 @@ def compare(
     ],
     fail_above: Annotated[
         list[str] | None,
-        typer.Option(metavar="METRIC=VALUE", help="Exit 1 if the metric is above. Names as in --json, with dots."),
+        typer.Option(
+            "--fail-above",
+            "--fail-if",
+            metavar="METRIC>VALUE",
+            help=f"Exit 1 if the metric is above the value, or with < below it. Metrics: {', '.join(METRICS)}; "
+            f"counts: {', '.join(COUNTS)}.",
+        ),
     ] = None,
     field: Annotated[
         str, typer.Option(help="Train field to compare, such as ref_log_probs or the train side's rollout_log_probs.")
@@ -49,34 +73,153 @@ def compare(
     """
     with reporting_errors(as_json=json), progress("reading") as say:
         from slime_instrument._analysis import compare as analysis
-        from slime_instrument._analysis.thresholds import parse_threshold, passed
-        from slime_instrument._analysis.trend import pair_files, trend
+        from slime_instrument._analysis.trend import trend
+        from slime_instrument._format.pairs import find_pairs, no_pairs
 
-        thresholds = [parse_threshold(text) for text in fail_above or ()]
+        thresholds = _thresholds(fail_above or ())
         comparisons: list[Comparison] = []
-        pairs = pair_files(rollout, train, allow_pickle=allow_pickle)
-        for pair in pairs:
-            say(f"comparing {pair.rollout.name} ({len(comparisons) + 1} of {len(pairs)})")
+        given = [rollout, *train]
+        pairing = find_pairs(given, allow_pickle=allow_pickle)
+        for pair in pairing.pairs:
+            say(f"comparing {pair.rollout.name} ({len(comparisons) + 1} of {len(pairing.pairs)})")
             sources = pair.train[0] if len(pair.train) == 1 else pair.train
             comparisons.append(analysis.compare(pair.rollout, sources, allow_pickle=allow_pickle, field=field))
-        above = [passed(one, thresholds) for one in comparisons]
+        if not comparisons:
+            raise no_pairs(given, pairing, "Nothing was compared.")
+        broken = [thresholds.broken(one.value) for one in comparisons]
+    for left in pairing.skipped:
+        note(f"slime-instrument: not used: {left.file}: {left.reason}")
     if json:
-        records = [{**one, "passed_thresholds": over} for one, over in zip(comparisons, above, strict=True)]
+        records = [
+            {**one.as_dict(), "passed_thresholds": [_passed(one, limit) for limit in over]}
+            for one, over in zip(comparisons, broken, strict=True)
+        ]
         print_json(records[0] if len(records) == 1 else {"pairs": records, "trend": trend(comparisons)})
     else:
-        _print_all(comparisons, above, thresholds)
-    if any(above) or not all(one.clean for one in comparisons):
+        if len(comparisons) > 1:
+            print_trend(comparisons)
+        for one, over in zip(comparisons, broken, strict=True):
+            if len(comparisons) == 1 or over or not one.clean:
+                print_comparison(one, over, thresholds)
+    if pairing.unreadable:
+        finish(CANNOT_LOOK)
+    if any(broken) or not all(one.clean for one in comparisons):
         finish(WRONG)
 
 
-def _print_all(comparisons: list[Comparison], above: list[list[dict[str, Any]]], thresholds: list[Threshold]) -> None:
-    from slime_instrument._cli.mismatch import print_comparison, print_trend
+def _thresholds(texts: Sequence[str]) -> Thresholds:
+    try:
+        return Thresholds(tuple(parse_threshold(text, names=METRICS + COUNTS) for text in texts))
+    except ValueError as error:
+        raise UsageError(
+            five_parts(
+                "--fail-above",
+                expected=str(error),
+                found=repr(list(texts)),
+                follows="Nothing was compared.",
+                next_step="Example: --fail-above 'abs_diff.mean>0.05'",
+            )
+        ) from None
 
-    if len(comparisons) > 1:
-        print_trend(comparisons)
-    for one, over in zip(comparisons, above, strict=True):
-        if len(comparisons) == 1 or over or not one.clean:
-            print_comparison(one, over, thresholds)
+
+def _passed(comparison: Comparison, limit: Threshold) -> dict[str, Any]:
+    from slime_instrument._format.values import plain_value
+
+    return {
+        "metric": limit.metric,
+        "sign": limit.sign,
+        "limit": limit.limit,
+        "value": plain_value(comparison.value(limit.metric)),
+    }
+
+
+def print_comparison(
+    comparison: Comparison, above: Sequence[Threshold], thresholds: Thresholds = NO_THRESHOLDS
+) -> None:
+    """Print one comparison; ``above``: the thresholds that it passed."""
+    from rich.table import Table
+
+    out = console()
+    files = ", ".join(comparison["train"][:2]) + (" …" if len(comparison["train"]) > 2 else "")
+    out.print(shown(f"rollout {comparison['rollout_id']}: {comparison['rollout']} against {files}"))
+    out.print(
+        f"{comparison['n_joined']} samples joined ({comparison['n_rollout']} in the rollout, "
+        f"{comparison['n_train']} in training), {comparison['n_tokens']} comparable tokens"
+    )
+    if comparison["log_probs"]["field"] != "log_probs":
+        out.print(f"train side: {shown(comparison['log_probs']['field'])}")
+    excluded = ", ".join(f"{n} {kind}" for kind, n in comparison["excluded"].items() if n)
+    if excluded:
+        out.print(f"left out: {excluded} (tokens; removed: samples)")
+    _print_unmatched(comparison)
+    if comparison["n_tokens"]:
+        table = Table(box=None, pad_edge=False)
+        for heading in ("metric", "value"):
+            table.add_column(heading)
+        for name, value in _rows(comparison):
+            table.add_row(name, _number(value))
+        out.print(table)
+        _print_histogram(comparison)
+    for finding in comparison.findings:
+        out.print(f"[bold red]{shown(finding.code)}[/] {shown(finding.message)}")
+        positions = ", ".join(map(str, finding.samples[:_SHOWN]))
+        more = f" … ({len(finding.samples)} in all)" if len(finding.samples) > _SHOWN else ""
+        out.print(f"  positions {positions}{more}; docs/findings.md, section {finding.code}")
+    for warning in comparison["warnings"][:_SHOWN]:
+        out.print(f"[yellow]warning[/] {shown(warning)}")
+    for over in above:
+        value = shown_value(comparison.value(over.metric))
+        out.print(f"[bold red]threshold passed[/] {over.metric} is {value}; limit {over.sign} {over.limit:g}")
+    if not comparison.findings and not above:
+        out.print("[green]no findings[/]" + (", no threshold passed" if thresholds else ""))
+
+
+def print_trend(comparisons: Sequence[Comparison]) -> None:
+    """One line per rollout."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("rollout", "joined", "tokens", "mean |δ|", "p99 |δ|", "k3", "ess", "findings"):
+        table.add_column(heading)
+    for one in comparisons:
+        codes = ", ".join(finding.code for finding in one.findings)
+        numbers = (one["abs_diff"]["mean"], one["abs_diff"]["p99"], one["k3"], one["ess"])
+        counts = (str(one["rollout_id"]), f"{one['n_joined']}/{one['n_rollout']}", str(one["n_tokens"]))
+        table.add_row(*counts, *map(_number, numbers), codes or "-")
+    console().print(table)
+
+
+def _rows(comparison: Comparison) -> list[tuple[str, Any]]:
+    rows = [(f"|δ| {name}", value) for name, value in comparison["abs_diff"].items()]
+    rows += [(name, comparison[name]) for name in ("k1", "k2", "k3", "ess", "token_mult_prob_error", "chi2_token")]
+    rows.append(("correlation of probabilities", comparison["prob_diff"]["pearson"]))
+    return rows
+
+
+def _print_unmatched(comparison: Comparison) -> None:
+    counts: dict[tuple[str, str], list[Any]] = {}
+    for one in comparison["unmatched"]:
+        name = one["position"] if one["position"] is not None else f"index {one['index']}"
+        counts.setdefault((one["side"], one["reason"]), []).append(name)
+    for (side, reason), names in counts.items():
+        shown = ", ".join(map(str, names[:_SHOWN])) + (" …" if len(names) > _SHOWN else "")
+        console().print(f"{len(names)} {side} samples {reason}: {shown}")
+
+
+def _print_histogram(comparison: Comparison) -> None:
+    import torch
+
+    size = comparison.table.size
+    counts = torch.bincount(torch.bucketize(size, torch.tensor(_EDGES), right=True), minlength=len(_EDGES) + 1)
+    most = max(1, int(counts.max()))
+    labels = ["0", *(f"{edge:g}" for edge in _EDGES)]
+    for label, count in zip(labels, counts.tolist(), strict=True):
+        bar = "█" * round(_BAR * count / most) or ("▏" if count else "")
+        console().print(f"  |δ| ≥ {label:<6} {bar} {count}")
+
+
+def _number(value: Any) -> str:
+    return "-" if value is None else f"{value:.6g}"
 
 
 def register(app: typer.Typer) -> None:

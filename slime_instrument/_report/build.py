@@ -12,11 +12,11 @@ from typing import Any
 
 from slime_instrument._analysis.compare import Comparison, compare
 from slime_instrument._errors import DumpFormatError, five_parts
-from slime_instrument._format.schema import PROVENANCE
+from slime_instrument._format.pairs import FilePair, Pairing, Skipped, find_pairs, no_pairs
+from slime_instrument._format.values import plain_value
 from slime_instrument._report.budget import Block, Keeper
 from slime_instrument._report.charts import density, histogram
 from slime_instrument._report.page import Page, json_in_html
-from slime_instrument._report.pairing import FilePair, Skipped, find_pairs
 from slime_instrument._report.rows import COLUMNS, sample_rows
 from slime_instrument._report.text import decoder, texts
 from slime_instrument._report.tokens import TokenBlocks
@@ -82,6 +82,7 @@ def write_report(
     say("looking for pairs of dumps")
     _refuse_overwriting(out, given)
     pairing = find_pairs(given, allow_pickle=allow_pickle)
+    skipped = list(pairing.skipped)
     page = Page()
     exact = sum(path.stat().st_size for pair in pairing.pairs for path in pair.train) <= _EXACT_UP_TO
     space = int(limit_mb * 1e6) - page.base_size
@@ -95,20 +96,19 @@ def write_report(
         try:
             compared = compare(pair.rollout, _one_or_many(pair.train), allow_pickle=allow_pickle)
         except DumpFormatError as error:
-            pairing.skipped += [Skipped(file, " ".join(str(error).split())) for file in (pair.rollout, *pair.train)]
+            skipped += [Skipped(file, " ".join(str(error).split())) for file in (pair.rollout, *pair.train)]
             continue
-        verdict = judge(compared)
-        name = f"rollout {pair.rollout_id}" if pair.rollout_id is not None else pair.rollout.name
+        verdict = judge(compared.as_dict())
+        name = pair.name
         rows = sample_rows(compared)
         _offer_blocks(keeper, compared, len(used), exact=exact)
         rollouts.append(_shown(compared, verdict, name, len(rows)))
         tables.append(deflated(rows))
-        record = {key: value for key, value in compared.items() if key not in ("unmatched", "warnings")}
+        record = {key: value for key, value in compared.as_dict().items() if key not in ("unmatched", "warnings")}
         judged.append((name, record, verdict))
         used.append(pair)
     if not used:
-        reasons = "; ".join(f"{one.file}: {one.reason}" for one in pairing.skipped[:3])
-        raise DumpFormatError(f"No rollout dump and train dump belong together; no report was written. {reasons}")
+        raise no_pairs(given, Pairing((), tuple(skipped)), "No report was written.")
     # Beside the blocks: each has a tag, and the words of the tokens come last.
     space -= len(json_in_html(rollouts)) + _MARGIN
     blocks = keeper.kept(space - min(sum(map(len, tables)), int(space * _ROWS_SHARE)))
@@ -133,10 +133,10 @@ def write_report(
         blocks=blocks,
         words=deflated({str(token): text for token, text in words.items()}) if words else None,
         columns=COLUMNS,
-        skipped=[one.as_dict() for one in pairing.skipped],
+        skipped=[one.as_dict() for one in skipped],
         left_out=left_out,
     )
-    return Report(out, used, pairing.skipped, overall, size, left_out)
+    return Report(out, used, skipped, overall, size, left_out)
 
 
 def deflated(value: Any) -> str:
@@ -164,15 +164,15 @@ def _one_or_many(paths: tuple[Path, ...]) -> Path | list[Path]:
 
 def _offer_blocks(keeper: Keeper, compared: Comparison, rollout: int, *, exact: bool) -> None:
     """Pack every joined sample of a rollout."""
-    samples = compared["samples"]
-    by_max = _ranks([one["max_abs"] for one in samples])
-    by_mean = _ranks([one["mean_abs"] for one in samples])
+    samples = compared.samples
+    by_max = _ranks([one.max_abs for one in samples])
+    by_mean = _ranks([one.mean_abs for one in samples])
     packer = TokenBlocks(compared, exact=exact)
     for i, one in enumerate(samples):
         text, ids = packer.pack(i)
-        mean, largest = (-1.0 if one[name] is None else one[name] for name in ("mean_abs", "max_abs"))
+        mean, largest = (-1.0 if value is None else value for value in (one.mean_abs, one.max_abs))
         rank = min(by_max[i], by_mean[i])
-        keeper.offer(Block(rollout, one["position"], text, ids, rank, mean, largest))
+        keeper.offer(Block(rollout, one.position, text, ids, rank, mean, largest))
 
 
 def _ranks(values: Sequence[float | None]) -> list[int]:
@@ -194,11 +194,9 @@ def _shown(compared: Comparison, verdict: Verdict, name: str, n_rows: int) -> di
     for one in compared["unmatched"]:
         if one["side"] == "rollout" or one["position"] is None:
             left_out[one["reason"]] = left_out.get(one["reason"], 0) + 1
-    shards = [shard.get(PROVENANCE) for shard in compared.train_dump.dp_shards]
-    provenance = next((one for one in shards if isinstance(one, dict)), None)
     findings = [
-        {"code": one.code, "message": one.message, "samples": one.samples[:_NAMED], "n_samples": len(one.samples)}
-        for one in compared.diagnosis
+        {"code": one.code, "message": one.message, "samples": list(one.samples[:_NAMED]), "n_samples": len(one.samples)}
+        for one in compared.findings
     ]
     warnings = [*compared["warnings"][:_NAMED]]
     if len(compared["warnings"]) > _NAMED:
@@ -206,7 +204,7 @@ def _shown(compared: Comparison, verdict: Verdict, name: str, n_rows: int) -> di
             f"and {len(compared['warnings']) - _NAMED} more; slime-instrument compare --json has all of them"
         )
     return {
-        **{key: compared[key] for key in names if key in compared},
+        **{key: compared[key] for key in names},
         "findings": findings,
         "warnings": warnings,
         "name": name,
@@ -214,7 +212,7 @@ def _shown(compared: Comparison, verdict: Verdict, name: str, n_rows: int) -> di
         "unmatched": left_out,
         "histogram": histogram(compared.table),
         "density": density(compared.table),
-        "provenance": provenance,
+        "provenance": plain_value(compared.train_dump.provenance.record) or None,
         "n_rows": n_rows,
     }
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime_instrument._analysis.metrics.divergence import MULT_PROB_ERROR_ALARM
+from slime_instrument._analysis.metrics import MULT_PROB_ERROR_ALARM
 
 __all__ = ["Verdict", "judge", "judge_all", "number"]
 
