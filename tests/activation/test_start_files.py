@@ -174,6 +174,7 @@ def test_the_path_file_has_one_line_and_only_asks_the_environment_first() -> Non
     assert function == "start"
 
 
+@pytest.mark.alone
 def test_start_up_costs_less_than_15_ms_armed_and_nothing_measurable_off(installed: Any) -> None:
     """Interleaved runs, so that a busy machine disturbs all alike; medians of the differences."""
 
