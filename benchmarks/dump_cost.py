@@ -148,8 +148,12 @@ def _on_rank(case: Case, rank: int, repeats: int, slime: baseline.Baseline, fold
             turns[way].append(
                 Turn(
                     {**watch.phases, "total": watch.total},
-                    collectives.counts, own.pieces, own.connections, collectives.bytes_sent + own.bytes_sent, memory.growth,
-                )  # fmt: skip
+                    collectives.counts,
+                    own.pieces,
+                    own.connections,
+                    collectives.bytes_sent + own.bytes_sent,
+                    memory.growth,
+                )
             )
     return turns
 

@@ -46,8 +46,7 @@ def _row(outcome: Outcome) -> dict[str, Any]:
 def _table(rows: dict[str, list[dict[str, Any]]]) -> str:
     lines = [
         machine(),
-        f"{'':18}{'CP':>4}{'samples':>9}{'file, MB':>10}{'ours, s':>10}{'slime, s':>10}"
-        f"{'pieces':>10}{'of slime':>10}",
+        f"{'':18}{'CP':>4}{'samples':>9}{'file, MB':>10}{'ours, s':>10}{'slime, s':>10}{'pieces':>10}{'of slime':>10}",
     ]
     for what, of_what in rows.items():
         for row in of_what:

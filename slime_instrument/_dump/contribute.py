@@ -488,9 +488,7 @@ def _runs(tensors: Iterable[torch.Tensor], on_device: int, on_cpu: int) -> Itera
 # ---------------------------------------------------------------------------------------------------------------------
 # Everything else as plain values
 
-_PLAIN = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size}
-)
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device})
 _SCALARS: Mapping[type, Callable[[Any], Any]] = {
     int: int.__int__,
     float: float.__float__,

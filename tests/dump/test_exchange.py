@@ -395,7 +395,9 @@ def test_addresses_that_lead_nowhere_or_to_somebody_else_are_passed_over(store: 
         finally:
             listener.close()
         nowhere = {**listener.address, "machine": "another", "port": somebody.getsockname()[1], "hosts": ["127.0.0.9"]}
-        with pytest.raises(DumpError, match=r"rank 0 cannot be reached at port \d+ \(127\.0\.0\.9: .*GLOO_SOCKET_IFNAME"):
+        with pytest.raises(
+            DumpError, match=r"rank 0 cannot be reached at port \d+ \(127\.0\.0\.9: .*GLOO_SOCKET_IFNAME"
+        ):
             exchange._connect(nowhere, topology(1, 0, 2, 1), 5, 1.0)
 
 
@@ -414,6 +416,7 @@ TIMEOUT_S = 2.0
 
 
 def _process(port: int, rank: int, behaviour: str, out: Any) -> None:
+    torch.set_num_threads(1)  # threads of the parent are not there after a fork
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     sends = exchange._send_piece
     takes = exchange._Lines.payload

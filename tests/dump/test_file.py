@@ -98,7 +98,12 @@ def failing(code: int) -> Callable[..., Any]:
 
 
 def args(template: Any, **more: Any) -> SimpleNamespace:
-    given = {"save_debug_train_data": template, "num_rollout": 2, "start_rollout_id": 0, "save_debug_rollout_data": None}
+    given = {
+        "save_debug_train_data": template,
+        "num_rollout": 2,
+        "start_rollout_id": 0,
+        "save_debug_rollout_data": None,
+    }
     return SimpleNamespace(**{**given, **more})
 
 
@@ -617,7 +622,9 @@ def test_a_write_that_is_refused_is_tried_once_more_after_a_pause(
         with pytest.raises(DumpError) as raised:
             write_dump(payload(), path, disk)
         message = str(raised.value)
-        assert message.startswith(f"slime_instrument: {path}: expected to write the train dump, found {os.strerror(code)}")
+        assert message.startswith(
+            f"slime_instrument: {path}: expected to write the train dump, found {os.strerror(code)}"
+        )
         assert "tried twice" in message
         assert "MB free" in message
         assert isinstance(raised.value.__cause__, OSError)

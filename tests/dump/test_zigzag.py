@@ -160,9 +160,10 @@ def test_a_token_that_no_rank_owns_has_no_value(dtype: torch.dtype) -> None:
 def test_negative_zero_comes_out_as_the_sum_of_zero_padded_shards_has_it() -> None:
     full = torch.tensor([-0.0, 1.0, -0.0])
     (restored,) = gathered([[sharded(one(9, full), 2, rank, FIELDS) for rank in (0, 1)]], FIELDS)
-    assert restored.fields["log_probs"][0].view(torch.int32).tolist() == torch.tensor([0.0, 1.0, 0.0]).view(
-        torch.int32
-    ).tolist()
+    assert (
+        restored.fields["log_probs"][0].view(torch.int32).tolist()
+        == torch.tensor([0.0, 1.0, 0.0]).view(torch.int32).tolist()
+    )
     (alone,) = gathered([[one(9, full)]], FIELDS)
     assert alone.fields["log_probs"][0].view(torch.int32).tolist() == full.view(torch.int32).tolist()
 
@@ -212,9 +213,10 @@ def test_any_rollout_on_any_layout_comes_back_as_it_was(
             start = 1 if cp > 1 and total == response and total else 0
             if value.is_floating_point() and value.itemsize > 1:
                 assert bool(found[:start].isnan().all())
-            assert found[start:].contiguous().view(torch.uint8).tolist() == value[start:].contiguous().view(
-                torch.uint8
-            ).tolist()
+            assert (
+                found[start:].contiguous().view(torch.uint8).tolist()
+                == value[start:].contiguous().view(torch.uint8).tolist()
+            )
 
 
 def test_bshd_shards_are_cut_from_the_longest_sample_of_the_micro_batch() -> None:

@@ -154,7 +154,9 @@ def test_a_process_that_ended_is_seen_and_what_it_had_pending_is_not_healthy(tmp
         "journal.append(Path(sys.argv[1]), 'pending', rollout_id=4, path='4.pt')\n"
     )
     environment = {**os.environ, "SLIME_INSTRUMENT": "0"}
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, env=environment, cwd=Path(__file__).parents[2])
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], check=True, env=environment, cwd=Path(__file__).parents[2]
+    )
     found = read_journal(tmp_path)
     assert (found.running, found.healthy) == (False, False)
     assert "rollout 4 was being written when the process ended: 4.pt" in str(found)

@@ -2,8 +2,8 @@
 
 ``python -m tests.fuzz.values --seconds N --seed S`` looks for a difference for as long as that.
 
-One file is compared with the other by :func:`difference`. It knows the rules by which ours may differ: what torch's safe
-loader refuses is written as its plain counterpart (a subclass as its base, an enum as its value, a NumPy array as a
+One file is compared with the other by :func:`difference`. It knows the rules by which ours may differ: what torch's
+safe loader refuses is written as its plain counterpart (a subclass as its base, an enum as its value, a NumPy array as a
 tensor) or, named under "converted", as text; a field that cannot be stored at all is named under "left_out".
 """
 
@@ -180,7 +180,9 @@ TENSORS: dict[str, Callable[[], Any]] = {
     "inference": lambda: _inference(),
     "quantized": quiet(lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)),
     "quantized by channel": quiet(
-        lambda: torch.quantize_per_channel(torch.ones(2, 3), torch.tensor([0.1, 0.2]), torch.tensor([0, 1]), 0, torch.qint8)
+        lambda: torch.quantize_per_channel(
+            torch.ones(2, 3), torch.tensor([0.1, 0.2]), torch.tensor([0, 1]), 0, torch.qint8
+        )
     ),
     "sparse": lambda: torch.eye(3).to_sparse(),
     "csr": quiet(lambda: torch.eye(4).to_sparse_csr()),
@@ -311,7 +313,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "unprintable": Unprintable,
     "class": lambda: Custom,
     "function": lambda: len,
-    "lambda": lambda: (lambda: 1),
+    "lambda": lambda: lambda: 1,
     "generator": lambda: (i for i in range(3)),
     "lock": threading.Lock,
     "date": lambda: datetime.date(2026, 1, 2),
@@ -412,7 +414,8 @@ def same(ours: Any, theirs: Any, converted: Sequence[str], where: str = "") -> N
         return Differs(f"{where}: {why}: ours {ours!r:.200}, slime's {theirs!r:.200}")
 
     if isinstance(theirs, torch.Tensor):
-        if type(ours) is not torch.Tensor or not _same_tensor(ours, theirs):
+        kind = type(theirs) if theirs.layout is torch.jagged else torch.Tensor
+        if type(ours) is not kind or not _same_tensor(ours, theirs):
             raise differs("another tensor")
     elif isinstance(theirs, enum.Enum):
         same(ours, theirs.value, converted, where)
@@ -424,7 +427,7 @@ def same(ours: Any, theirs: Any, converted: Sequence[str], where: str = "") -> N
         for (our_key, our_value), (key, value) in zip(ours.items(), theirs.items(), strict=True):
             if type(key) in (str, int, float, bool, bytes, type(None)) and (type(our_key), our_key) != (type(key), key):
                 raise differs(f"the key {key!r} became {our_key!r}")
-            same(our_value, value, converted, f"{where}[{key!r:.40}]")
+            same(our_value, value, converted, f"{where}[a {type(key).__name__}]")
     elif isinstance(theirs, (set, frozenset)):
         if type(ours) is not set or len(ours) != len(theirs):
             raise differs("another set")
@@ -432,7 +435,7 @@ def same(ours: Any, theirs: Any, converted: Sequence[str], where: str = "") -> N
         if not all(item in ours for item in plain):
             raise differs("another set")
     elif isinstance(theirs, (list, tuple)):
-        kind = torch.Size if type(theirs) is torch.Size else tuple if isinstance(theirs, tuple) else list
+        kind = tuple if isinstance(theirs, tuple) else list
         if type(ours) is not kind or len(ours) != len(theirs):
             raise differs(f"another {kind.__name__}")
         for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -447,6 +450,8 @@ def same(ours: Any, theirs: Any, converted: Sequence[str], where: str = "") -> N
 
 
 def _same_tensor(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    if theirs.layout is torch.jagged:
+        return all(map(_same_tensor, (ours.values(), ours.offsets()), (theirs.values(), theirs.offsets())))
     with torch._C.DisableTorchFunctionSubclass():
         theirs = theirs.detach() if type(theirs) is torch.Tensor else theirs.detach().as_subclass(torch.Tensor)
         if (ours.dtype, ours.layout, ours.is_quantized, ours.dim()) != (
@@ -460,7 +465,9 @@ def _same_tensor(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
         if ours.shape != theirs.shape:
             return False
         if theirs.is_quantized:
-            return torch.equal(ours.int_repr(), theirs.int_repr()) and torch.equal(ours.dequantize(), theirs.dequantize())
+            return torch.equal(ours.int_repr(), theirs.int_repr()) and torch.equal(
+                ours.dequantize(), theirs.dequantize()
+            )
         if theirs.layout is not torch.strided:
             return torch.equal(ours.to_dense(), theirs.to_dense())
         return _bytes(ours) == _bytes(theirs)
@@ -504,7 +511,13 @@ def difference(ours: Any, theirs: Any, fields: Sequence[str]) -> None:
     holders = [
         *((f"sample {i}", *pair) for i, pair in enumerate(zip(ours["samples"], theirs["samples"], strict=True))),
         *((f"shard {i}", *pair) for i, pair in enumerate(zip(ours["dp_shards"], theirs["dp_shards"], strict=True))),
-        ("top", *({key: value for key, value in one.items() if key not in ("samples", "dp_shards")} for one in (ours, theirs))),
+        (
+            "top",
+            *(
+                {key: value for key, value in one.items() if key not in ("samples", "dp_shards")}
+                for one in (ours, theirs)
+            ),
+        ),
     ]
     for where, one, other in holders:
         lacking = other.keys() - one.keys() - left_out
@@ -558,8 +571,10 @@ def _sharded_kind(chance: random.Random) -> Callable[[int, random.Random], torch
 
     def make(response: int, chance: random.Random) -> torch.Tensor:
         dtype = second if mixed and chance.random() < 0.5 else first
-        return torch.tensor([chance.choice([0, -1, 2, 3]) for _ in range(response * (2 if tail else 1))]).to(dtype).reshape(
-            response, *tail
+        return (
+            torch.tensor([chance.choice([0, -1, 2, 3]) for _ in range(response * (2 if tail else 1))])
+            .to(dtype)
+            .reshape(response, *tail)
         )
 
     return make
