@@ -137,7 +137,7 @@ def _refusal(template: str, expected: str, found: str) -> TrainingPathError:
 # Writing
 
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL})
-_NO_RENAME = _UNSUPPORTED | {errno.EPERM, errno.EXDEV}
+_NO_RENAME = _UNSUPPORTED | {errno.EPERM, errno.EXDEV, errno.EBUSY}  # the last: the file is itself a mount
 _LEFTOVER = re.compile(r"^\..+\.slime_instrument-(?P<host>.+?)-(?P<pid>\d+)(-\d+)?\.part$")
 _number = itertools.count()
 
@@ -163,7 +163,10 @@ class Disk:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if _is_special(path):
             return self._write_through(path, fill)
-        path = Path(os.path.realpath(path)) if path.is_symlink() else path
+        if path.is_symlink():
+            path = Path(os.path.realpath(path))
+            if path.is_symlink():
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         path.parent.mkdir(parents=True, exist_ok=True)
         if not self.can_rename:
             return self._write_through(path, fill)
