@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from slime_instrument._analysis.diagnosis import Finding
 from slime_instrument._analysis.evidence import View
+from slime_instrument._analysis.facts import first_facts, last_facts
 from slime_instrument._analysis.findings import diagnose
 from slime_instrument._analysis.metrics import (
     Limits,
@@ -22,6 +23,7 @@ from slime_instrument._analysis.metrics import (
     worst_tokens,
 )
 from slime_instrument._analysis.table import TokenTable, tabulate
+from slime_instrument._analysis.verdict import Verdict, judge, unexplained
 from slime_instrument._errors import DumpFormatError, five_parts
 from slime_instrument._format.dumps import RolloutDump, TrainDump, read_rollout_dump, read_train_dump
 from slime_instrument._format.join import Join, join
@@ -62,6 +64,7 @@ class Comparison:
         worst: the tokens that differ most.
         log_probs: where the train side's values come from.
         warnings: what could not be used, one sentence each.
+        verdict: the judgement on all of it.
     """
 
     rollout_dump: RolloutDump
@@ -74,6 +77,7 @@ class Comparison:
     worst: tuple[WorstToken, ...]
     log_probs: Origin
     warnings: tuple[str, ...]
+    verdict: Verdict
 
     @property
     def clean(self) -> bool:
@@ -138,6 +142,7 @@ class Comparison:
             "worst": [plain_value(asdict(one)) for one in self.worst],
             "samples": [plain_value(asdict(one)) for one in self.samples],
             "warnings": list(self.warnings),
+            "verdict": self.verdict.as_dict(),
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -197,18 +202,45 @@ def compare(
     _give_back(ours)
     table = tabulate(joined.pairs, train_field=field)
     _give_back(ours)
+    origin = _origin(trained, field)
+    metrics = measure(table, limits, trainer_version=trained.provenance.weight_version)
+    findings = find_all(View(source, trained, joined, table))
+    why = _why_nothing(joined, metrics, origin) if not metrics.n_tokens else ""
     return Comparison(
         rollout_dump=source,
         train_dump=trained,
         joined=joined,
         table=table,
-        metrics=measure(table, limits, trainer_version=trained.provenance.weight_version),
-        findings=tuple(diagnose(View(source, trained, joined, table))),
+        metrics=metrics,
+        findings=findings,
         samples=tuple(per_sample(table)),
         worst=tuple(worst_tokens(table)),
-        log_probs=_origin(trained, field),
+        log_probs=origin,
         warnings=(*warnings, *table.problems),
+        verdict=judge(metrics, findings, n_joined=len(joined.pairs), why_nothing=why),
     )
+
+
+def find_all(view: View) -> tuple[Finding, ...]:
+    """Every finding of a comparison: the exact facts, the causes that the numbers show, and what nothing explains."""
+    findings = first_facts(view)
+    explained = view.explained
+    for one in findings:
+        if one.tokens is not None:
+            explained = one.tokens if explained is None else explained | one.tokens
+    findings += diagnose(replace(view, explained=explained, memo={}))
+    findings += last_facts(view, findings)
+    left = unexplained(view, findings)
+    return tuple(findings if left is None else [*findings, left])
+
+
+def _why_nothing(joined: Join, metrics: Metrics, origin: Origin) -> str:
+    if not joined.pairs:
+        reasons = sorted({one.reason for one in joined.unmatched})
+        return f"no sample could be joined ({', '.join(reasons) or 'the dumps are empty'})"
+    counts = ", ".join(f"{count} {kind}" for kind, count in metrics.excluded.items() if count)
+    text = f"{len(joined.pairs)} samples were joined, but no token has both log-probs ({counts or 'no tokens'})"
+    return text if origin.absent is None else f"{text}; the train dump says: {origin.absent}"
 
 
 def _give_back(dumps: Sequence[RolloutDump | TrainDump]) -> None:

@@ -10,6 +10,7 @@ can be mapped over files by anything, such as Ray Data's ``flat_map``.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,16 @@ from slime_instrument._errors import DumpError, DumpFormatError, five_parts
 from slime_instrument._format.dumps import RolloutDump, TrainDump, read_dump
 from slime_instrument._format.pairs import dump_files
 from slime_instrument._format.schema import CONTEXT_PARALLEL_FIELDS
-from slime_instrument._format.values import as_list, integers, length_of, log_probs, number, truth, whole_number
+from slime_instrument._format.values import (
+    as_list,
+    integers,
+    length_of,
+    log_probs,
+    number,
+    plain_value,
+    truth,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     import polars as pl
@@ -51,6 +61,7 @@ _SAMPLE_COLUMNS: dict[str, str] = {
     "weight_version_min": "int64",
     "weight_version_max": "int64",
     **{f"{name}_mean": "float64" for name in CONTEXT_PARALLEL_FIELDS},
+    "rewards_json": "str",
 }
 _TOKEN_COLUMNS: dict[str, str] = {
     "token": "int32",
@@ -138,6 +149,13 @@ def _sample_row(sample: dict[str, Any]) -> dict[str, Any]:
     }
     for name in CONTEXT_PARALLEL_FIELDS:
         row[f"{name}_mean"] = _mean(sample.get(name), mask)
+    # A reward that is no number, such as a dict of several, goes whole into a column of its own.
+    several = {
+        name: plain_value(sample[key])
+        for name, key in (("reward", "reward"), ("raw_reward", "raw"))
+        if sample.get(key) is not None and number(sample[key]) is None
+    }
+    row["rewards_json"] = json.dumps(several, allow_nan=False, ensure_ascii=False) if several else None
     return row
 
 

@@ -21,7 +21,10 @@ KINDS = ("comparable", "masked", "missing", "nan", "inf", "filler", "removed")
 """What a token is; its number in :attr:`TokenTable.kind`. A token that is several things is the first that applies,
 in the order masked, missing, nan, inf, filler."""
 
-FILLER = -1e30  # engines write the lowest float of their type for "no value"; no log-prob comes near it
+FILLER = -900.0
+"""Below this no value is a log-prob: a softmax over logits that a model produces gives none. Engines and frameworks
+write -999, -9999, -1e4, -65504, -1e30 or the lowest number of their type for "no value"."""
+_LOWEST_FLOAT8 = (-448.0, -240.0)  # the only types whose lowest number is above that
 
 
 @dataclass(frozen=True)
@@ -247,7 +250,7 @@ def _kinds(rollout: torch.Tensor, train: torch.Tensor, mask: torch.Tensor, missi
     """Number of the first kind that applies. Later assignments win, so they run from the last kind to the first."""
     kind = torch.zeros(len(mask), dtype=torch.uint8)
     if not (_ordinary(rollout) and _ordinary(train)):
-        kind[(rollout < FILLER) | (train < FILLER)] = KINDS.index("filler")
+        kind[is_filler(rollout) | is_filler(train)] = KINDS.index("filler")
         kind[rollout.isinf() | train.isinf()] = KINDS.index("inf")
         kind[rollout.isnan() | train.isnan()] = KINDS.index("nan")
     kind[missing] = KINDS.index("missing")
@@ -260,4 +263,12 @@ def _ordinary(values: torch.Tensor) -> bool:
     if not len(values):
         return True
     least, largest = torch.aminmax(values)
-    return float(least) >= FILLER and float(largest) < float("inf")
+    return float(least) > max(_LOWEST_FLOAT8) and float(largest) < float("inf")
+
+
+def is_filler(values: torch.Tensor) -> torch.Tensor:
+    """Which values stand for "no log-prob", bool, of the same shape."""
+    found = values < FILLER
+    for lowest in _LOWEST_FLOAT8:
+        found |= values == lowest
+    return found

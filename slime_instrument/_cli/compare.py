@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +29,6 @@ from slime_instrument._errors import five_parts
 from slime_instrument._thresholds import (
     COUNTS,
     METRICS,
-    NO_THRESHOLDS,
     Threshold,
     Thresholds,
     parse_threshold,
@@ -35,6 +37,7 @@ from slime_instrument._thresholds import (
 
 if TYPE_CHECKING:
     from slime_instrument._analysis.compare import Comparison
+    from slime_instrument._analysis.verdict import Verdict
 
 _EDGES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 _BAR = 40
@@ -44,6 +47,22 @@ _EPILOG = (
     "slime-instrument compare dumps/rollout_data dumps/train_data (every rollout, as a trend); "
     "slime-instrument compare rollout_data/0.pt train_data/0_*.pt (old per-rank files)"
 )
+
+
+class FailOn(str, Enum):
+    """From which verdict on a comparison fails."""
+
+    fault = "fault"
+    unexplained = "unexplained"
+    nothing_compared = "nothing-compared"
+    never = "never"
+
+
+class Annotations(str, Enum):
+    """Forms that CI systems read."""
+
+    github = "github"
+    junit = "junit"
 
 
 def compare(
@@ -64,16 +83,31 @@ def compare(
     field: Annotated[
         str, typer.Option(help="Train field to compare, such as ref_log_probs or the train side's rollout_log_probs.")
     ] = "log_probs",
+    fail_on: Annotated[
+        FailOn,
+        typer.Option(
+            help="From which verdict on the exit status is 1. Having compared nothing is 2 unless it is named here."
+        ),
+    ] = FailOn.unexplained,
+    annotations: Annotated[
+        Annotations | None,
+        typer.Option(help="Write the verdicts for a CI system, too: github to stderr, junit to --annotations-file."),
+    ] = None,
+    annotations_file: Annotated[
+        Path, typer.Option(metavar="FILE.xml", help="Where --annotations junit writes.")
+    ] = Path("slime-instrument.xml"),
     allow_pickle: AllowPickle = False,
     json: Json = False,
 ) -> None:
     """Join by position, confirm by tokens, measure the mismatch, name its cause.
 
-    Exit status 1: something was found, or a threshold was passed. 2: a file could not be read.
+    The last line is the verdict. Exit status 1: the verdict is as bad as --fail-on says, or a threshold was passed.
+    2: nothing could be compared, or a file could not be read.
     """
     with reporting_errors(as_json=json), progress("reading") as say:
         from slime_instrument._analysis import compare as analysis
         from slime_instrument._analysis.trend import trend
+        from slime_instrument._analysis.verdict import fails, judge_all
         from slime_instrument._format.pairs import find_pairs, no_pairs
 
         thresholds = _thresholds(fail_above or ())
@@ -87,6 +121,7 @@ def compare(
         if not comparisons:
             raise no_pairs(given, pairing, "Nothing was compared.")
         broken = [thresholds.broken(one.value) for one in comparisons]
+        overall = judge_all([one.verdict for one in comparisons], [pair.name for pair in pairing.pairs])
     for left in pairing.skipped:
         note(f"slime-instrument: not used: {left.file}: {left.reason}")
     if json:
@@ -94,16 +129,24 @@ def compare(
             {**one.as_dict(), "passed_thresholds": [_passed(one, limit) for limit in over]}
             for one, over in zip(comparisons, broken, strict=True)
         ]
-        print_json(records[0] if len(records) == 1 else {"pairs": records, "trend": trend(comparisons)})
+        together = {"pairs": records, "trend": trend(comparisons), "verdict": overall.as_dict()}
+        print_json(records[0] if len(records) == 1 else together)
     else:
         if len(comparisons) > 1:
             print_trend(comparisons)
         for one, over in zip(comparisons, broken, strict=True):
-            if len(comparisons) == 1 or over or not one.clean:
-                print_comparison(one, over, thresholds)
+            if len(comparisons) == 1 or over or one.verdict.level != "ok":
+                print_comparison(one, over)
+        print_verdict(overall, broken)
+    if annotations is not None:
+        _annotate(annotations, annotations_file, comparisons, broken, fail_on)
     if pairing.unreadable:
         finish(CANNOT_LOOK)
-    if any(broken) or not all(one.clean for one in comparisons):
+    nothing = any(one.verdict.level == "nothing-compared" for one in comparisons)
+    failed = any(broken) or any(fails(one.verdict.level, fail_on.value) for one in comparisons)
+    if nothing and fail_on not in (FailOn.never, FailOn.nothing_compared):
+        finish(CANNOT_LOOK)
+    if failed:
         finish(WRONG)
 
 
@@ -133,9 +176,7 @@ def _passed(comparison: Comparison, limit: Threshold) -> dict[str, Any]:
     }
 
 
-def print_comparison(
-    comparison: Comparison, above: Sequence[Threshold], thresholds: Thresholds = NO_THRESHOLDS
-) -> None:
+def print_comparison(comparison: Comparison, above: Sequence[Threshold]) -> None:
     """Print one comparison; ``above``: the thresholds that it passed."""
     from rich.table import Table
 
@@ -170,8 +211,6 @@ def print_comparison(
     for over in above:
         value = shown_value(comparison.value(over.metric))
         out.print(f"[bold red]threshold passed[/] {over.metric} is {value}; limit {over.sign} {over.limit:g}")
-    if not comparison.findings and not above:
-        out.print("[green]no findings[/]" + (", no threshold passed" if thresholds else ""))
 
 
 def print_trend(comparisons: Sequence[Comparison]) -> None:
@@ -179,13 +218,13 @@ def print_trend(comparisons: Sequence[Comparison]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for heading in ("rollout", "joined", "tokens", "mean |δ|", "p99 |δ|", "k3", "ess", "findings"):
+    for heading in ("rollout", "joined", "tokens", "mean |δ|", "p99 |δ|", "k3", "ess", "verdict", "findings"):
         table.add_column(heading)
     for one in comparisons:
         codes = ", ".join(finding.code for finding in one.findings)
         numbers = (one["abs_diff"]["mean"], one["abs_diff"]["p99"], one["k3"], one["ess"])
         counts = (str(one["rollout_id"]), f"{one['n_joined']}/{one['n_rollout']}", str(one["n_tokens"]))
-        table.add_row(*counts, *map(_number, numbers), codes or "-")
+        table.add_row(*counts, *map(_number, numbers), one.verdict.level, codes or "-")
     console().print(table)
 
 
@@ -212,10 +251,59 @@ def _print_histogram(comparison: Comparison) -> None:
     size = comparison.table.size
     counts = torch.bincount(torch.bucketize(size, torch.tensor(_EDGES), right=True), minlength=len(_EDGES) + 1)
     most = max(1, int(counts.max()))
-    labels = ["0", *(f"{edge:g}" for edge in _EDGES)]
+    edges = ["0", *(f"{edge:g}" for edge in _EDGES)]
+    labels = [f"{low} to {high}" for low, high in itertools.pairwise(edges)] + [f"{edges[-1]} and more"]
+    full, least = ("█", "▏") if _can_print("█▏") else ("#", ".")
     for label, count in zip(labels, counts.tolist(), strict=True):
-        bar = "█" * round(_BAR * count / most) or ("▏" if count else "")
-        console().print(f"  |δ| ≥ {label:<6} {bar} {count}")
+        bar = full * round(_BAR * count / most) or (least if count else "")
+        console().print(f"  |δ| {label:<16} {bar} {count}")
+
+
+def _can_print(text: str) -> bool:
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def print_verdict(verdict: Verdict, broken: Sequence[Sequence[Threshold]]) -> None:
+    """The last line: the verdict, and how many thresholds were passed."""
+    colour = {"ok": "green", "unexplained": "yellow", "fault": "bold red", "nothing-compared": "bold red"}
+    passed = [str(limit) for over in broken for limit in over]
+    extra = f"; thresholds passed: {', '.join(dict.fromkeys(passed))}" if passed else ""
+    console().print(f"verdict: [{colour[verdict.level]}]{shown(verdict.text)}[/]{shown(extra)}")
+
+
+def _annotate(
+    form: Annotations,
+    file: Path,
+    comparisons: Sequence[Comparison],
+    broken: Sequence[Sequence[Threshold]],
+    fail_on: FailOn,
+) -> None:
+    """One entry per comparison, for GitHub's log or as JUnit's XML."""
+    from xml.sax.saxutils import escape, quoteattr
+
+    from slime_instrument._analysis.verdict import fails
+
+    cases, failures = [], 0
+    for one, over in zip(comparisons, broken, strict=True):
+        text = " ".join([one.verdict.text, *(f"threshold passed: {limit}" for limit in over)])
+        failed = bool(over) or fails(one.verdict.level, fail_on.value)
+        failures += failed
+        name = f"rollout {one.rollout_id}"
+        if form is Annotations.github:
+            level = "error" if failed else "notice"
+            line = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+            note(f"::{level} title=slime-instrument, {name}::{line}")
+            continue
+        body = f"<failure message={quoteattr(text)}/>" if failed else f"<system-out>{escape(text)}</system-out>"
+        cases.append(f'<testcase classname="slime-instrument compare" name={quoteattr(name)}>{body}</testcase>')
+    if form is Annotations.junit:
+        suite = f'<testsuite name="slime-instrument compare" tests="{len(cases)}" failures="{failures}">'
+        head = '<?xml version="1.0" encoding="UTF-8"?>'
+        file.write_text("\n".join([head, suite, *cases, "</testsuite>", ""]), encoding="utf-8")
 
 
 def _number(value: Any) -> str:

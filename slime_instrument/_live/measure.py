@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_instrument._analysis.compare import find_all
 from slime_instrument._analysis.diagnosis import Finding
 from slime_instrument._analysis.evidence import View
-from slime_instrument._analysis.findings import diagnose
 from slime_instrument._analysis.metrics import Metrics, measure
 from slime_instrument._analysis.table import tabulate
+from slime_instrument._analysis.verdict import Verdict, judge
 from slime_instrument._format.dumps import RolloutDump, TrainDump
 from slime_instrument._format.join import Join, Pair
 from slime_instrument._format.schedule import Schedule
@@ -30,7 +31,7 @@ class Measured:
         rollout_id: of the dump.
         n_samples, n_samples_measured: samples in the dump, and those that stand for them.
         metrics: as of a comparison.
-        findings: as of a comparison.
+        findings, verdict: as of a comparison.
     """
 
     rollout_id: int | None
@@ -38,6 +39,7 @@ class Measured:
     n_samples_measured: int
     metrics: Metrics
     findings: tuple[Finding, ...]
+    verdict: Verdict
 
     def as_dict(self) -> dict[str, Any]:
         """As one line of ``metrics.jsonl`` has it."""
@@ -56,6 +58,7 @@ class Measured:
                 }
                 for one in self.findings
             ],
+            "verdict": self.verdict.as_dict(),
         }
 
 
@@ -84,12 +87,14 @@ def measure_payload(payload: Mapping[str, Any], path: Path, *, most_tokens: int 
     )  # fmt: skip
     join = Join(pairs, [], schedule)
     metrics = measure(table, trainer_version=train.provenance.weight_version)
+    findings = find_all(View(source, train, join, table)) if metrics.n_tokens else ()
     return Measured(
         rollout_id=rollout_id,
         n_samples=len(samples),
         n_samples_measured=len(chosen),
         metrics=metrics,
-        findings=tuple(diagnose(View(source, train, join, table))) if metrics.n_tokens else (),
+        findings=findings,
+        verdict=judge(metrics, findings, n_joined=len(pairs)),
     )
 
 
@@ -101,6 +106,7 @@ def _pair(place: int, sample: dict[str, Any]) -> Pair:
         "tokens": sample.get("tokens"),
         "response_length": sample.get("response_lengths"),
         "rollout_log_probs": sample.get("rollout_log_probs"),
+        **({"loss_mask": sample["loss_masks"]} if "loss_masks" in sample else {}),
         "weight_versions": sample.get("weight_versions"),
     }
     return Pair(place if position is None else position, source["index"], sample, source, True)

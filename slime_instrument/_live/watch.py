@@ -49,6 +49,7 @@ class LiveMetrics:
             )  # fmt: skip
 
     def _take(self, args: Any, rollout_id: int, payload: Mapping[str, Any], path: Path) -> None:
+        from slime_instrument._analysis.verdict import LEVELS
         from slime_instrument._live.measure import measure_payload  # brings the analysis along
 
         began = time.monotonic()
@@ -58,6 +59,7 @@ class LiveMetrics:
         if self._settings.metrics:
             shown: dict[str, float | None] = {
                 **measured.metrics.flat(), "n_tokens": measured.metrics.n_tokens, "findings": len(measured.findings),
+                "verdict": LEVELS.index(measured.verdict.level),
             }  # fmt: skip
             untracked = _log(args, shown, step)
             line = {

@@ -14,13 +14,13 @@ from slime_instrument._analysis.compare import Comparison, compare
 from slime_instrument._errors import DumpFormatError, five_parts
 from slime_instrument._format.pairs import FilePair, Pairing, Skipped, find_pairs, no_pairs
 from slime_instrument._format.values import plain_value
+from slime_instrument._report.answers import Answers, Judged, answer_all, judged
 from slime_instrument._report.budget import Block, Keeper
 from slime_instrument._report.charts import density, histogram
 from slime_instrument._report.page import Page, json_in_html
 from slime_instrument._report.rows import COLUMNS, sample_rows
 from slime_instrument._report.text import decoder, texts
 from slime_instrument._report.tokens import TokenBlocks
-from slime_instrument._report.verdict import Verdict, judge, judge_all
 
 __all__ = ["Report", "write_report"]
 
@@ -38,7 +38,7 @@ class Report:
     path: Path
     pairs: list[FilePair]
     skipped: list[Skipped]
-    verdict: Verdict
+    verdict: Answers
     size: int
     left_out: list[str]
 
@@ -89,7 +89,7 @@ def write_report(
     keeper = Keeper(space)
     rollouts: list[dict[str, Any]] = []
     tables: list[str] = []
-    judged: list[tuple[str, dict[str, Any], Verdict]] = []
+    every: list[Judged] = []
     used: list[FilePair] = []
     for pair in pairing.pairs:
         say(f"comparing {pair.rollout.name}, {len(used) + 1} of {len(pairing.pairs)}")
@@ -98,14 +98,12 @@ def write_report(
         except DumpFormatError as error:
             skipped += [Skipped(file, " ".join(str(error).split())) for file in (pair.rollout, *pair.train)]
             continue
-        verdict = judge(compared.as_dict())
-        name = pair.name
+        told = judged(compared, pair.name)
         rows = sample_rows(compared)
         _offer_blocks(keeper, compared, len(used), exact=exact)
-        rollouts.append(_shown(compared, verdict, name, len(rows)))
+        rollouts.append(_shown(compared, told, len(rows)))
         tables.append(deflated(rows))
-        record = {key: value for key, value in compared.as_dict().items() if key not in ("unmatched", "warnings")}
-        judged.append((name, record, verdict))
+        every.append(told)
         used.append(pair)
     if not used:
         raise no_pairs(given, Pairing((), tuple(skipped)), "No report was written.")
@@ -124,7 +122,7 @@ def write_report(
         texts((token for block in blocks for token in set(block.ids.tolist())), decode) if decode is not None else {}
     )
     say("writing")
-    overall = judge_all(judged)
+    overall = answer_all(every)
     size = page.write(
         out,
         overall=overall,
@@ -183,7 +181,7 @@ def _ranks(values: Sequence[float | None]) -> list[int]:
     return ranks
 
 
-def _shown(compared: Comparison, verdict: Verdict, name: str, n_rows: int) -> dict[str, Any]:
+def _shown(compared: Comparison, told: Judged, n_rows: int) -> dict[str, Any]:
     """What the page knows of one rollout without unpacking anything."""
     names = (
         "rollout", "train", "rollout_id", "n_train", "n_rollout", "n_joined", "n_tokens", "log_probs", "abs_diff",
@@ -207,8 +205,8 @@ def _shown(compared: Comparison, verdict: Verdict, name: str, n_rows: int) -> di
         **{key: compared[key] for key in names},
         "findings": findings,
         "warnings": warnings,
-        "name": name,
-        "verdict": verdict.as_dict(),
+        "name": told.name,
+        "verdict": {**told.told.as_dict(), "text": told.told.text},
         "unmatched": left_out,
         "histogram": histogram(compared.table),
         "density": density(compared.table),

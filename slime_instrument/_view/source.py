@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_instrument._analysis.table import TokenTable, tabulate
+from slime_instrument._analysis.verdict import Verdict
 from slime_instrument._errors import DumpFormatError, five_parts
 from slime_instrument._format.dumps import TrainDump, read_rollout_dump, read_train_dump
 from slime_instrument._format.join import Pair
@@ -62,6 +63,7 @@ class Source:
                 )
             )
         self.dump: TrainDump = dump
+        self.verdict: Verdict | None = None
         self.texts: dict[int, dict[str, Any]] = {}
         rewards = dump.whole_batch.get("raw_reward")
         self.rows = [_row(place, sample, rewards) for place, sample in enumerate(dump.samples)]
@@ -104,7 +106,8 @@ class Source:
             for position in finding.samples:
                 if position in by_position:
                     by_position[position].findings.append(finding.code)
-        return [f"{one.code}: {one.message}" for one in compared.findings]
+        self.verdict = compared.verdict
+        return [f"verdict: {compared.verdict.text}", *(f"{one.code}: {one.message}" for one in compared.findings)]
 
 
 def choose_files(given: Sequence[Path], rollout: int | None, *, allow_pickle: bool = False) -> tuple[Path, Path | None]:
