@@ -66,12 +66,13 @@ class Runtime:
         """Megatron is up and all that slime imports has been imported: announce this rank, and log that we are in."""
         self.patcher.finalize()
         patches = self.patcher.snapshots()
-        self.dumper.start(args, [(patch.name, patch.state, patch.reason) for patch in patches], self.route)
+        template = self.dumper.start(args, [(patch.name, patch.state, patch.reason) for patch in patches], self.route)
         active, skipped = (sum(patch.state == state for patch in patches) for state in (State.ACTIVE, State.SKIPPED))
         log(
             logging.INFO,
-            "slime_instrument: armed by %s; %d patches active, %d not needed or stepped back, %d in all",
-            self.route, active, skipped, len(patches),
+            "slime_instrument: armed by %s; %d patches active, %d not needed or stepped back, %d in all; "
+            "one train dump per rollout goes to %s",
+            self.route, active, skipped, len(patches), template,
         )  # fmt: skip
         if not _is_rank_0():
             return  # what is wrong is the same on all ranks

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from slime_instrument._errors import SettingsError, five_parts
 from slime_instrument._switch import OFF, ON, PREFIX, ROUTE_VARIABLE
-from slime_instrument._thresholds import NO_ALERTS, Alerts, parse_alerts
+from slime_instrument._thresholds import NO_THRESHOLDS, Thresholds, parse_thresholds
 
 __all__ = ["Pins", "Settings"]
 
@@ -57,7 +57,7 @@ class Settings:
     async_busy: str = "wait"
     cp_fields: tuple[str, ...] = ()
     metrics: bool = False
-    alert: Alerts = NO_ALERTS
+    alert: Thresholds = NO_THRESHOLDS
     unknown: tuple[str, ...] = ()
 
     @property
@@ -176,6 +176,6 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "async_busy": _wait_or_skip,
     "cp_fields": _names,
     "metrics": _switch,
-    "alert": parse_alerts,
+    "alert": parse_thresholds,
 }
 _NOT_SETTINGS = frozenset({ROUTE_VARIABLE})  # never set by users

@@ -146,7 +146,7 @@ def test_the_training_side_imports_nothing_of_the_reading_side(python: Any) -> N
     found = python("""
         import slime_instrument as si
         import slime.utils.data
-        import slime_instrument._dump.dumper, slime_instrument._dump.pipeline
+        import slime_instrument._dump.dumper
         heavy = {"polars", "rich", "typer", "pydantic", "pyarrow", "click", "pandas"}
         show(heavy=sorted(heavy & set(sys.modules)))
     """)

@@ -191,5 +191,9 @@ def capturing() -> CaptureSession | None:
 
 
 def policy_loss() -> PolicyLoss | None:
-    """The policy loss that is being computed, or None: ref, teacher and old-actor passes see None."""
-    return POLICY_LOSSES.current()
+    """The policy loss that is being computed, or None: ref, teacher and old-actor passes see None.
+
+    One that belongs to another session is none of this code's, though it may be the only one open in the process.
+    """
+    loss = POLICY_LOSSES.current()
+    return None if loss is None or loss.session is not SESSIONS.current() else loss

@@ -155,7 +155,8 @@ def _run_ranks(options: LabOptions, actor_module: Any, say: Any) -> dict[str, An
                 tracebacks[rank] = value
                 deadline = min(deadline, time.monotonic() + _AFTERMATH_S)
     for process in processes.values():
-        _end(process, 0 if tracebacks else _AFTERMATH_S)
+        # A rank that is done may still be writing a dump in the background, as it would in a real job.
+        _end(process, 0 if tracebacks else max(_AFTERMATH_S, deadline - time.monotonic()))
     missing = sorted(set(processes) - set(results) - set(tracebacks))
     if missing and not tracebacks:
         tracebacks = dict.fromkeys(missing, "no answer and no traceback")

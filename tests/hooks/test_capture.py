@@ -295,6 +295,18 @@ def test_where_two_sessions_are_open_code_in_another_context_is_given_neither(ho
         assert current_session() is not None
 
 
+def test_the_only_loss_that_is_open_is_not_lent_to_another_session() -> None:
+    mine, theirs = CaptureSession(0, data()), CaptureSession(1, data())
+
+    def look() -> Any:
+        with SESSIONS.opened(mine):
+            return policy_loss()
+
+    with SESSIONS.opened(theirs), POLICY_LOSSES.opened(PolicyLoss(theirs, {})):
+        assert elsewhere("thread pool", look) is None
+        assert policy_loss() is not None
+
+
 def test_a_context_that_was_copied_inside_a_session_does_not_keep_it() -> None:
     session = CaptureSession(0, data())
     kept = weakref.ref(session)
