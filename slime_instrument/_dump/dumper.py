@@ -172,6 +172,7 @@ class Dumper:
         else:
             agreement = self._agreement(call, topology)
             try:
+                self._refuse_if_absent(topology)
                 self._refuse_if_busy(topology)
                 contribution = self._contribution(args, rollout_data, seen, topology, cp_fields)
                 exchanged = self._exchange(args, agreement, contribution, topology, cp_fields)
@@ -313,15 +314,20 @@ class Dumper:
         return CallId(rollout_id, self._attempts.get(rollout_id, 0), call)
 
     def _agreement(self, call: CallId, topology: Topology) -> Agreement:
+        """How this rank and the others agree on ``call``. Raises :class:`DumpError` where the store does not answer."""
         try:
             store = self._presence.connect()
-            # Without a train_actor call that all ranks went through, a rank may only be about to announce itself.
-            absent = self._presence.absent(topology.participants) if self._announced_before_training else None
         except RuntimeError as error:  # what torch's stores raise
             raise DumpError(f"the job's store does not answer: {describe(error)}") from error
-        if absent is not None:
-            raise exchange.NotAgreed(f"{absent}; a dump needs all of ranks {list(topology.participants)}")
         return Agreement(store, call, topology, self._settings.timeout_s, self._missed, self._waiting)
+
+    def _refuse_if_absent(self, topology: Topology) -> None:
+        """Where a rank is known not to take part, nobody waits for it."""
+        # Without a train_actor call that all ranks went through, a rank may only be about to announce itself.
+        if self._announced_before_training:
+            absent = self._presence.absent(topology.participants)
+            if absent is not None:
+                raise exchange.NotAgreed(f"{absent}; a dump needs all of ranks {list(topology.participants)}")
 
     # -- Saying it
 
