@@ -178,6 +178,9 @@ class Dumper:
                 exchanged = self._exchange(args, agreement, contribution, topology, cp_fields)
             except exchange.NotAgreed as error:
                 raise exchange.NotAgreed(f"the dump of rollout {call.rollout_id} was given up: {error}") from None
+            except torch.distributed.DistError as error:
+                agreement.give_up(describe(error))
+                raise DumpError(f"the job's store does not answer: {describe(error)}") from error
             except BaseException as error:
                 agreement.give_up(_why(error))
                 raise
