@@ -10,7 +10,20 @@ from typing import Annotated
 import typer
 
 from slime_instrument._activation import switch, waiting
-from slime_instrument._cli import check, compare, convert, demo, export, inspect, report, run, status, validate, view
+from slime_instrument._cli import (
+    check,
+    compare,
+    convert,
+    demo,
+    export,
+    inspect,
+    report,
+    run,
+    status,
+    validate,
+    view,
+    what_if,
+)
 from slime_instrument._cli.output import CANNOT_LOOK
 
 __all__ = ["app", "main"]
@@ -41,7 +54,7 @@ def _root(
     pass
 
 
-for _module in (status, check, run, demo, inspect, validate, compare, report, view, export, convert):
+for _module in (status, check, run, demo, inspect, validate, compare, report, view, export, convert, what_if):
     _module.register(app)
 
 
