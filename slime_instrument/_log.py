@@ -1,4 +1,4 @@
-"""The one way to the log. Standard library only: this module is imported at interpreter start.
+"""The one way to the log, for everything that runs inside somebody's training. Standard library only.
 
 Handlers and filters of a logger are the user's code. One that raises must not end the training that it logs for.
 """
@@ -13,7 +13,7 @@ _logger = logging.getLogger("slime_instrument")
 
 
 def log(level: int, message: str, *arguments: object) -> None:
-    """Log ``message % arguments`` at ``level``. What a handler of the user's raises goes no further."""
+    """Log ``message % arguments`` at ``level``. What a handler, filter or formatter of the user's raises stays here."""
     try:
         _logger.log(level, message, *arguments)
     except Exception as error:

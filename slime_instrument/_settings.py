@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from slime_instrument._activation.switch import OFF, ON, PREFIX
 from slime_instrument._errors import SettingsError, five_parts
-from slime_instrument._live.alert import NO_ALERTS, Alerts, parse_alerts
+from slime_instrument._switch import OFF, ON, PREFIX, ROUTE_VARIABLE
+from slime_instrument._thresholds import NO_THRESHOLDS, Thresholds, parse_thresholds
 
 __all__ = ["Pins", "Settings"]
 
@@ -57,7 +57,7 @@ class Settings:
     async_busy: str = "wait"
     cp_fields: tuple[str, ...] = ()
     metrics: bool = False
-    alert: Alerts = NO_ALERTS
+    alert: Thresholds = NO_THRESHOLDS
     unknown: tuple[str, ...] = ()
 
     @property
@@ -176,7 +176,6 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "async_busy": _wait_or_skip,
     "cp_fields": _names,
     "metrics": _switch,
-    "alert": parse_alerts,
+    "alert": parse_thresholds,
 }
-# Set by this package itself for child processes; never by users.
-_NOT_SETTINGS = frozenset({f"{PREFIX}_ROUTE"})
+_NOT_SETTINGS = frozenset({ROUTE_VARIABLE})  # never set by users

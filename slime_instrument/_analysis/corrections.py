@@ -415,7 +415,7 @@ def nemo_rl(
     truncated_importance_sampling_ratio_min: float | None,
     sequence_level_importance_ratios: bool,
 ) -> Outcome:
-    """NeMo-RL's ``use_importance_sampling_correction``. A weight that overflows, or is NaN, becomes 0, not the bound."""
+    """NeMo-RL's ``use_importance_sampling_correction``. A weight that overflows or is NaN becomes 0, not the bound."""
     kind, high = truncated_importance_sampling_type, truncated_importance_sampling_ratio
     low = truncated_importance_sampling_ratio_min
     _one_of("truncated_importance_sampling_type", kind, (None, "tis", "icepop", "seq-mask-tis"))

@@ -1,4 +1,4 @@
-"""What a finding is, and what it is found in."""
+"""What a finding is found in."""
 
 from __future__ import annotations
 
@@ -9,43 +9,11 @@ from typing import Any
 
 import torch
 
-from slime_instrument._analysis.blocks import Block
-from slime_instrument._analysis.percentiles import percentiles
-from slime_instrument._analysis.sums import PairSums
+from slime_instrument._analysis.blocks import Block, PairSums
+from slime_instrument._analysis.statistics import percentiles
 from slime_instrument._analysis.table import TokenTable
 from slime_instrument._format.dumps import RolloutDump, TrainDump
 from slime_instrument._format.join import Join
-from slime_instrument._format.values import plain_value
-
-__all__ = ["Finding", "View"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A named cause.
-
-    Attributes:
-        code: name of the cause; ``docs/findings.md`` has a section of that name.
-        message: what the data shows, with numbers, and what it usually means.
-        samples: rollout positions of the samples that show it.
-        evidence: the numbers, as plain values.
-        tokens: the tokens that this explains, bool, shape ``(N,)``; later findings do not look at them.
-    """
-
-    code: str
-    message: str
-    samples: list[int]
-    evidence: dict[str, Any] = field(default_factory=dict)
-    tokens: torch.Tensor | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Without ``tokens``, as plain values; what is not finite is None."""
-        return {
-            "code": self.code,
-            "message": self.message,
-            "samples": self.samples,
-            "evidence": plain_value(self.evidence),
-        }
 
 
 @dataclass(frozen=True)
@@ -130,12 +98,12 @@ class View:
         """Sums of a ``(K,)`` tensor over each pair, float64, shape ``(S,)``."""
         return torch.bincount(self.sample, weights=values, minlength=len(self.table.lengths)).double()
 
-    def positions(self, pairs: torch.Tensor | list[int]) -> list[int]:
+    def positions(self, pairs: torch.Tensor | list[int]) -> tuple[int, ...]:
         """Rollout positions of pairs, given by their number, in order and each once."""
         numbers = pairs.tolist() if isinstance(pairs, torch.Tensor) else pairs
-        return sorted({self.table.pairs[i].position for i in numbers})
+        return tuple(sorted({self.table.pairs[i].position for i in numbers}))
 
-    def positions_with(self, tokens: torch.Tensor) -> list[int]:
+    def positions_with(self, tokens: torch.Tensor) -> tuple[int, ...]:
         """Rollout positions of the pairs that have any of the tokens, bool, shape ``(N,)``."""
         return self.positions(self.pairs_with(tokens))
 

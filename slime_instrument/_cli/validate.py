@@ -12,6 +12,7 @@ from slime_instrument._cli.output import (
     WRONG,
     AllowPickle,
     Json,
+    UsageError,
     console,
     finish,
     note,
@@ -40,9 +41,13 @@ def validate(
     Exit status 1: something is wrong. 2: a file could not be read; the others are still checked.
     """
     with reporting_errors(as_json=json):
+        from slime_instrument._format.pairs import dump_files
         from slime_instrument._validate import validate_files
 
-        report = validate_files(dumps, rollout=rollout, allow_pickle=allow_pickle)
+        files = dump_files(dumps)
+        if not files:
+            raise UsageError(f"{dumps[0]}: holds no dumps. Nothing was validated.")
+        report = validate_files(files, rollout=rollout, allow_pickle=allow_pickle)
     for problem in report.unreadable:
         note(f"slime-instrument: {problem.message}")
     if json:
@@ -50,9 +55,9 @@ def validate(
     else:
         _print("error", [problem for problem in report.errors if problem.code != "unreadable"])
         _print("warning", report.warnings)
-        looked = len(dumps) - len(report.unreadable)
+        looked = len(files) - len(report.unreadable)
         print(
-            f"{looked} of {len(dumps)} files read: {len(report.errors) - len(report.unreadable)} errors, "
+            f"{looked} of {len(files)} files read: {len(report.errors) - len(report.unreadable)} errors, "
             f"{len(report.warnings)} warnings"
         )
     if report.unreadable:

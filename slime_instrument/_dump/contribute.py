@@ -244,7 +244,7 @@ def contribute(
 
     ``cp_fields``: names of the response-level fields that context parallelism shards, in the order in which the file
     has them; ``padded``: per sample the length that chunks are cut from, where it is not the total length. Raises
-    :class:`DumpError` where the samples' lengths or positions themselves do not fit together.
+    :class:`DumpError` where the samples' lengths themselves do not fit together.
     """
     totals = [int(length) for length in rollout_data["total_lengths"]]
     responses = [int(length) for length in rollout_data["response_lengths"]]
@@ -260,9 +260,11 @@ def contribute(
     sharded: set[str] = set()
     for name in cp_fields:
         values = rollout_data.get(name)
-        if values is None or not (isinstance(values, (list, tuple)) and any(map(torch.is_tensor, values))):
+        if values is None or not isinstance(values, (list, tuple)):
             continue
         try:
+            if not any(map(torch.is_tensor, values)):
+                continue
             described.sharded[name] = _sharded(name, values, expected, responses, queue)
             sharded.add(name)
         except _NeedsTorch:
@@ -281,7 +283,7 @@ def contribute(
             key: value
             for key, value in rollout_data.items()
             # A response-level field that is None was not computed; slime's own file leaves it out as well.
-            if key not in sharded and not (value is None and key in cp_fields)
+            if not isinstance(key, str) or (key not in sharded and not (value is None and key in cp_fields))
         }
         _common(rest, len(responses), described, queue)
     described.sizes = {key: size for key, size in queue.sizes.items() if size}
@@ -290,19 +292,20 @@ def contribute(
 
 def _common(rest: Mapping[Any, Any], count: int, described: Description, queue: _Queue) -> None:
     """Everything that is not sharded, each field in the place where slime's own file has it."""
-    for name, value in rest.items():
+    names = _keys(rest)
+    for name, value in zip(names, rest.values(), strict=True):
         convert = _Plain(queue)
         undo = queue.mark()
         try:
             if name in ID_COLUMNS:
-                part: dict[Any, Any] = described.ids
+                # A list also where it was a tensor or an array: its values are those of single samples.
+                described.ids[name] = None if value is None else convert(list(value))
             elif name in WHOLE_BATCH_FIELDS:
-                part = described.whole
+                described.whole[name] = convert(value)
             elif name not in LAYOUT_FIELDS and is_per_sample(value, count):
-                part = described.columns
+                described.columns[name] = convert(value)
             else:
-                part = described.layout
-            part[_key(name, part)] = convert(value)
+                described.layout[name] = convert(value)
         except Exception as error:
             if not_ours(error):
                 raise
@@ -310,12 +313,6 @@ def _common(rest: Mapping[Any, Any], count: int, described: Description, queue: 
             described.left_out[str(name)] = describe(error)
         if convert.converted:
             described.converted[str(name)] = sorted(convert.converted)
-    positions = described.ids.get("partition")
-    if positions is not None and len(positions) != count:
-        raise DumpError(
-            f"partition has {len(positions)} positions for {count} samples; what drops samples must drop their "
-            "positions too"
-        )
 
 
 def is_per_sample(value: Any, count: int) -> bool:
@@ -413,17 +410,14 @@ def _flat_memory(tensor: torch.Tensor) -> torch.Tensor:
 
     Raises :class:`_NeedsTorch` where only torch's own format can hold it, :class:`DumpError` where it has no data.
     """
-    if type(tensor) is not torch.Tensor:
-        tensor = _without_subclass(tensor)
+    if _holds_no_memory(tensor):
+        raise _NeedsTorch
+    tensor = _without_subclass(tensor)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise _NeedsTorch
     if tensor.is_meta:
         raise DumpError("a tensor on the meta device has no data")
     tensor = tensor.detach()
-    if tensor.is_conj():
-        tensor = tensor.resolve_conj()
-    if tensor.is_neg():
-        tensor = tensor.resolve_neg()
     count, itemsize = tensor.numel(), tensor.dtype.itemsize
     held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * itemsize
     if count * itemsize > held or not tensor.is_contiguous():
@@ -432,23 +426,35 @@ def _flat_memory(tensor: torch.Tensor) -> torch.Tensor:
             raise DumpError(f"a tensor of shape {tuple(tensor.shape)} has only {max(0, held)} bytes of memory left")
         if count > reach:
             raise _NeedsTorch  # an expanded view: as it is, it costs its memory; written out, its shape
-    return tensor
+    return tensor.resolve_conj().resolve_neg()  # only now: it reads the memory
+
+
+def _holds_no_memory(tensor: torch.Tensor) -> bool:
+    """Whether it is of a subclass that keeps its data in other tensors; torch's own jagged ones are."""
+    own = (torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
+    return type(tensor).__torch_dispatch__ not in own
 
 
 def _without_subclass(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor below a subclass, whose own code is not called."""
-    kind = type(tensor)
-    if kind.__torch_dispatch__ not in (torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl):
-        raise DumpError(f"a {kind.__module__}.{kind.__qualname__} keeps its data in a way of its own")
+    if type(tensor) is torch.Tensor:
+        return tensor  # a sparse one has no other view of itself
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.as_subclass(torch.Tensor)
 
 
 def _as_torch_stores(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as the bytes of a file that torch's safe loader takes, uint8."""
+    """``tensor`` as the bytes of a file that torch's safe loader takes, uint8. What cannot be read safely raises."""
+    wrapper = _holds_no_memory(tensor)
     file = io.BytesIO()
-    torch.save(_without_subclass(tensor).detach().cpu(), file)
-    torch.load(io.BytesIO(file.getvalue()), weights_only=True)  # what cannot be read safely is not written
+    torch.save((tensor if wrapper else _without_subclass(tensor)).detach().cpu(), file)
+    try:
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except pickle.UnpicklingError:
+        if not wrapper:
+            raise
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        raise DumpError(f"a {kind} keeps its data in a way of its own, which cannot be read safely") from None
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
@@ -476,10 +482,15 @@ def _runs(tensors: Iterable[torch.Tensor], on_device: int, on_cpu: int) -> Itera
 # ---------------------------------------------------------------------------------------------------------------------
 # Everything else as plain values
 
-_PLAIN = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size}
-)
-_SCALARS: tuple[Callable[[Any], Any], ...] = (bool, int, float, complex, str, bytes)
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device})
+_SCALARS: Mapping[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    complex: lambda value: complex(value.real, value.imag),
+    str: str.__str__,
+    bytes: lambda value: bytes(memoryview(value)),
+}
+"""How an instance of a subclass becomes one of the class itself, whatever the subclass overrides."""
 
 
 class _Plain:
@@ -509,17 +520,24 @@ class _Plain:
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
             return self._numpy(value)
-        for base in _SCALARS:
-            if isinstance(value, base):  # type: ignore[arg-type]
-                return base(value)
+        for base, exactly in _SCALARS.items():
+            if isinstance(value, base):
+                return exactly(value)
         return self._as_text(value)
 
     def _tensor(self, value: torch.Tensor) -> Ref | Stored:
+        """Once per tensor: samples of one prompt may well share theirs."""
+        if id(value) in self._done:
+            known: Ref | Stored = self._done[id(value)][1]
+            return known
+        found: Ref | Stored
         try:
             tensor = _flat_memory(value)
-            return self._queue.add((COMMON, tensor.dtype, ()), tensor)
+            found = self._queue.add((COMMON, tensor.dtype, ()), tensor)
         except _NeedsTorch:
-            return Stored(self._queue.add((COMMON, torch.uint8, ()), _as_torch_stores(value)))
+            found = Stored(self._queue.add((COMMON, torch.uint8, ()), _as_torch_stores(value)))
+        self._done[id(value)] = value, found
+        return found
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)) and all(type(item) in _PLAIN for item in value):
@@ -532,14 +550,19 @@ class _Plain:
         plain: Any
         if isinstance(value, dict):
             plain = {}
-            for key, item in value.items():  # loops: a comprehension would double the depth of deep nestings
-                plain[_key(key, plain)] = self(item)
+            # Loops: a comprehension would double the depth of deep nestings.
+            for key, item in zip(_keys(value), value.values(), strict=True):
+                plain[key] = self(item)
         else:
             plain = []
             for item in value:
-                plain.append(self(item))
-            if isinstance(value, (tuple, set, frozenset)):
-                plain = tuple(plain) if isinstance(value, tuple) else set(plain)
+                # What stands in a set must stay hashable, and torch's safe loader knows no frozenset.
+                in_set = isinstance(value, (set, frozenset)) and isinstance(item, frozenset)
+                plain.append(self._as_text(item) if in_set else self(item))
+            if isinstance(value, tuple):
+                plain = tuple(plain)
+            elif isinstance(value, (set, frozenset)):
+                plain = set(plain)
         self._open.discard(id(value))
         self._done[id(value)] = value, plain  # held, so that the number stays this object's
         return plain
@@ -556,38 +579,65 @@ class _Plain:
         if dtype.kind in "Mm":
             self._note(value)
             return value.astype(str).tolist()
+        if id(value) in self._done:
+            return self._done[id(value)][1]
         listed = value.tolist()
         if type(listed) is type(value):
             return self._as_text(value)
-        if dtype.itemsize > 8 and dtype.kind in "fcV":
-            self._note(value)
-        return self(listed)
+        if dtype.kind == "V" or (dtype.itemsize > 8 and dtype.kind in "fc"):
+            self._note(value)  # the names of a record's fields, or digits
+        plain = self(listed)
+        self._done[id(value)] = value, plain
+        return plain
 
     def _as_text(self, value: Any) -> str:
         self._note(value)
-        try:
-            return repr(value)
-        except Exception as error:
-            if not_ours(error):
-                raise
-            return f"<{type(value).__module__}.{type(value).__qualname__}>"
+        return _text(value)
 
     def _note(self, value: Any) -> None:
         self.converted.add(f"{type(value).__module__}.{type(value).__qualname__}")
 
 
-def _key(key: Any, taken: Mapping[Any, Any]) -> Any:
-    """``key`` as a plain one; two different keys stay two."""
+def _text(value: Any) -> str:
+    try:
+        return str.__str__(repr(value))  # repr() may give an instance of a subclass
+    except Exception as error:
+        if not_ours(error):
+            raise
+        return f"<{type(value).__module__}.{type(value).__qualname__}>"
+
+
+def _keys(given: Mapping[Any, Any]) -> list[Any]:
+    """The keys of a dict as plain ones, in its order. Different keys stay different: plain ones stay as they are, and
+    the others get out of their way."""
+    taken = {key for key in given if type(key) in _PLAIN}
+    plain = []
+    for key in given:
+        if type(key) not in _PLAIN:
+            key = _key(key)
+            while key in taken:
+                key = f"{key}'"
+            taken.add(key)
+        plain.append(key)
+    return plain
+
+
+def _key(key: Any) -> Any:
     if type(key) in _PLAIN:
         return key
-    plain: Any
     if isinstance(key, tuple):
-        plain = tuple(_key(item, {}) for item in key)
-    elif type(key).__module__ == "numpy" and hasattr(key, "tolist"):
-        plain = key.tolist()
-    else:
-        base = next((base for base in _SCALARS if isinstance(key, base)), None)  # type: ignore[arg-type]
-        plain = base(key.value if isinstance(key, enum.Enum) else key) if base is not None else str(key)
-    while plain in taken:
-        plain = f"{plain}'"
-    return plain
+        return tuple([_key(item) for item in key])
+    if isinstance(key, enum.Enum) and isinstance(key, tuple(_SCALARS)):
+        key = key.value
+    if type(key).__module__ == "numpy" and hasattr(key, "tolist"):
+        number = key.tolist()
+        return number if type(number) in _PLAIN else str.__str__(str(key))
+    for base, exactly in _SCALARS.items():
+        if isinstance(key, base):
+            return exactly(key)
+    try:
+        return str.__str__(str(key))
+    except Exception as error:
+        if not_ours(error):
+            raise
+        return _text(key)

@@ -84,19 +84,20 @@ class Dumper:
         """Refuse what cannot work, before anything is loaded: raises ``TrainingPathError``."""
         check_template(args)
 
-    def start(self, args: Any, patches: Sequence[tuple[str, str, str]], route: str = "") -> None:
+    def start(self, args: Any, patches: Sequence[tuple[str, str, str]], route: str = "") -> str:
         """Training is about to begin and Megatron is up: announce this rank; on the writer check the folder and begin
-        the journal. ``patches``: name, state and reason of each. Raises ``TrainingPathError``."""
+        the journal. ``patches``: name, state and reason of each. Returns the path template of the dumps; raises
+        ``TrainingPathError``."""
         self._connect()
         self._topology = topology = read_topology()
+        template, first_rollout = dump_template(args), int(getattr(args, "start_rollout_id", None) or 0)
         if not topology.is_writer:
-            return
-        template = check_template(args)
-        first = dump_path(template, int(getattr(args, "start_rollout_id", None) or 0), topology.rank)
+            return template
+        first = dump_path(template, first_rollout, topology.rank)
         if first.exists() and not first.is_file():
             log(logging.INFO, "slime_instrument: %s is no regular file; no journal is kept beside it", first)
         else:
-            check_writable(template, topology.rank, self._disk, int(getattr(args, "start_rollout_id", None) or 0))
+            check_writable(template, topology.rank, self._disk, first_rollout)
             self._journal = dump_folder(template, topology.rank)
         self._say(
             "start",
@@ -108,6 +109,7 @@ class Dumper:
             patches=[{"name": name, "state": state, "reason": reason} for name, state, reason in patches],
             template=template,
         )
+        return template
 
     def begin(self, rollout_id: int) -> None:
         """A ``train_actor`` call that is to end in a dump begins on this rank."""

@@ -137,7 +137,7 @@ def _refusal(template: str, expected: str, found: str) -> TrainingPathError:
 # Writing
 
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL})
-_NO_RENAME = _UNSUPPORTED | {errno.EPERM, errno.EXDEV}
+_NO_RENAME = _UNSUPPORTED | {errno.EPERM, errno.EXDEV, errno.EBUSY}  # the last: the file is itself a mount
 _LEFTOVER = re.compile(r"^\..+\.slime_instrument-(?P<host>.+?)-(?P<pid>\d+)(-\d+)?\.part$")
 _number = itertools.count()
 
@@ -163,7 +163,10 @@ class Disk:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if _is_special(path):
             return self._write_through(path, fill)
-        path = Path(os.path.realpath(path)) if path.is_symlink() else path
+        if path.is_symlink():
+            path = Path(os.path.realpath(path))
+            if path.is_symlink():
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         path.parent.mkdir(parents=True, exist_ok=True)
         if not self.can_rename:
             return self._write_through(path, fill)
@@ -503,7 +506,7 @@ class BackgroundWriter:
         ``moved``: a number that changes as long as the work goes on."""
         self.flush()
         if not self._at_exit:
-            atexit.register(self._finish)
+            _at_exit(self._finish)
             self._at_exit = True
         self._lost, self.moved = lost, moved
         thread = threading.Thread(target=self._run, args=(work,), name="slime_instrument-write", daemon=True)
@@ -540,6 +543,12 @@ class BackgroundWriter:
             work()
         except BaseException as error:
             self._error = error
+
+
+def _at_exit(function: Callable[[], None]) -> None:
+    """Run ``function`` when the main thread ends: also in a forked process of multiprocessing's, which ends without
+    what is registered with ``atexit``."""
+    getattr(threading, "_register_atexit", atexit.register)(function)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def _split(part: Restoring) -> tuple[list[dict[str, Any]], dict[str, Any], dict[
         resolved = {}
         for name, value in fields.items():
             try:
-                resolved[name] = _with_tensors(value, part.flats)
+                resolved[name] = _WithTensors(part.flats)(value)
             except Exception as error:
                 if not_ours(error):
                     raise
@@ -127,40 +127,74 @@ def _split(part: Restoring) -> tuple[list[dict[str, Any]], dict[str, Any], dict[
     for column in ID_COLUMNS:
         values = ids.get(column)
         layout[column] = None if values is None else list(values)
+        if values is not None and len(values) != count:
+            # Which of them belongs to which sample cannot be known, and a wrong position is worse than none.
+            missing[COLUMN_TO_SAMPLE_KEY[column]] = f"{column} has {len(values)} values for {count} samples"
+            continue
         for sample, value in zip(samples, values if values is not None else (), strict=False):
             sample[COLUMN_TO_SAMPLE_KEY[column]] = value
     layout.update(with_tensors(head.layout))
     for name, column in columns.items():
-        for index, sample in enumerate(samples):  # by index: a sparse tensor has no iterator
-            sample[name] = column[index]
+        try:
+            values = [column[index] for index in range(count)]  # by index: a sparse tensor has no iterator
+        except Exception as error:  # not every layout of a tensor can be cut into samples
+            if not_ours(error):
+                raise
+            missing[str(name)] = describe(error)
+            continue
+        for sample, value in zip(samples, values, strict=True):
+            sample[name] = value
     whole = with_tensors(head.whole)
+    if PROVENANCE in layout:
+        missing[PROVENANCE] = "slime_instrument's own record stands under this name"
     layout[PROVENANCE] = {
         **head.provenance,
+        **({"positions": "unknown"} if "rollout_position" in missing else {}),
         **({"converted": head.converted} if head.converted else {}),
         **({"left_out": missing} if missing else {}),
     }
     return samples, layout, whole
 
 
-def _with_tensors(value: Any, flats: Mapping[StreamKey, torch.Tensor]) -> Any:
-    """``value`` with its tensors in place of what stands for them."""
-    if isinstance(value, Ref):
-        count = int(torch.Size(value.shape).numel())
-        if not count:
-            return torch.empty(value.shape, dtype=value.key[1], device="cpu")
-        return flats[value.key][value.start : value.start + count].view(value.shape)
-    if isinstance(value, Stored):
-        return torch.load(io.BytesIO(_with_tensors(value.file, flats).numpy().tobytes()), weights_only=True)
-    if isinstance(value, dict):
-        return {key: _with_tensors(item, flats) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) is not torch.Size:
-        if value and type(value[0]) is not Ref and not any(isinstance(item, _NESTED) for item in value):
+class _WithTensors:
+    """Puts tensors in the places of what stands for them. What was shared stays shared: nests may have more paths than
+    anybody can walk."""
+
+    def __init__(self, flats: Mapping[StreamKey, torch.Tensor]) -> None:
+        self._flats = flats
+        self._done: dict[int, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is Ref:
+            return self._tensor(value)
+        if kind not in _NESTED:
             return value
-        return type(value)([_with_tensors(item, flats) for item in value])
-    return value
+        if id(value) in self._done:
+            return self._done[id(value)]
+        found: Any = value
+        if kind is Stored:
+            found = torch.load(io.BytesIO(self._tensor(value.file).numpy().tobytes()), weights_only=True)
+        elif kind is dict:
+            found = {}
+            for key, item in value.items():  # loops: a comprehension would double the depth of deep nestings
+                found[key] = self(item)
+        elif not _NESTED.isdisjoint(map(type, value)):
+            items = []
+            for item in value:
+                items.append(self(item))
+            found = kind(items)
+        self._done[id(value)] = found
+        return found
+
+    def _tensor(self, ref: Ref) -> torch.Tensor:
+        count = int(torch.Size(ref.shape).numel())
+        if not count:
+            return torch.empty(ref.shape, dtype=ref.key[1], device="cpu")
+        return self._flats[ref.key][ref.start : ref.start + count].view(ref.shape)
 
 
-_NESTED = (Ref, Stored, dict, list, tuple)
+_NESTED = frozenset({Ref, Stored, dict, list, tuple, set})
 
 
 def _orders(samples: Sequence[Mapping[str, Any]], key: str) -> bool:

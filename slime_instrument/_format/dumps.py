@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from slime_instrument._errors import DumpFormatError
 from slime_instrument._format.containers import unusable
-from slime_instrument._format.safe_load import load_dump
+from slime_instrument._format.safe_load import load_dump, open_dump
 from slime_instrument._format.schema import (
     FORMAT_VERSION,
     LAYOUT_FIELDS,
@@ -83,6 +83,10 @@ class Provenance:
 Sample = dict[str, Any]
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class RankData:
     """The part of one process in an old train dump, as it stands in its file.
@@ -134,6 +138,8 @@ class TrainDump:
         dp_shards: v2 only: layout and schedule of each data-parallel rank.
         whole_batch: values of the whole rollout batch, such as ``raw_reward``, indexed by ``rollout_position``.
         ranks: per-rank files only: each rank's data, apart.
+        give_back_memory: for a dump that was read from a file and that nobody has changed: gives back the memory of
+            what was read of its tensors, which are read again where they are needed.
     """
 
     paths: tuple[Path, ...]
@@ -145,6 +151,7 @@ class TrainDump:
     dp_shards: list[dict[str, Any]] = field(default_factory=list)
     whole_batch: dict[str, Any] = field(default_factory=dict)
     ranks: tuple[RankData, ...] = ()
+    give_back_memory: Callable[[], None] = field(default=_nothing, repr=False, compare=False)
 
     @property
     def path(self) -> Path:
@@ -166,12 +173,14 @@ class RolloutDump:
         kind: ``rollout``, or ``rollout-eval`` for an evaluation, which never belongs to a train dump.
         rollout_id: as :func:`rollout_id_of` finds it (dumps before 2025-07-23 hold none).
         samples: one dict per sample, in the order in which training counts ``rollout_position``.
+        give_back_memory: as of :class:`TrainDump`.
     """
 
     path: Path
     kind: Literal["rollout", "rollout-eval"]
     rollout_id: int | None
     samples: list[Sample]
+    give_back_memory: Callable[[], None] = field(default=_nothing, repr=False, compare=False)
 
 
 def column_length(column: Any) -> int | None:
@@ -231,7 +240,8 @@ def read_train_dump(path: PathLike | Sequence[PathLike]) -> TrainDump:
     """
     if isinstance(path, (str, os.PathLike)):
         file = Path(path)
-        return train_dump_of(file, load_dump(file))
+        payload, give_back = open_dump(file)
+        return replace(train_dump_of(file, payload), give_back_memory=give_back)
     files = [Path(one) for one in path]
     if not files:
         raise DumpFormatError("read_train_dump needs at least one file, got an empty list.")
@@ -252,7 +262,8 @@ def read_rollout_dump(path: PathLike, *, allow_pickle: bool = False, compact: bo
         OSError: the file is missing or may not be read.
     """
     file = Path(path)
-    return rollout_dump_of(file, load_dump(file, allow_pickle=allow_pickle, compact=compact))
+    payload, give_back = open_dump(file, allow_pickle=allow_pickle, compact=compact)
+    return replace(rollout_dump_of(file, payload), give_back_memory=give_back)
 
 
 def read_dump(path: PathLike, *, allow_pickle: bool = False, compact: bool = False) -> TrainDump | RolloutDump:

@@ -185,7 +185,7 @@ def read_journal(path: Path) -> Journal:
             elif event in ("written", "pending", "lost", "removed", "left-out"):
                 _take(rollouts, event, line)
             waiting = ""
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             problems.append(f"line {number} cannot be read ({type(error).__name__})")
     running = _is_running(starts[-1]) if starts else None
     return Journal(str(file), starts, rollouts, waiting, stepped_out, notes, running, problems)

@@ -10,7 +10,7 @@ import contextlib
 import pickle
 import re
 import warnings
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,11 @@ _MOST_UNFOLDED = 256  # values per byte of the file; what the samples of one pro
 
 
 def load_dump(path: str | Path, *, allow_pickle: bool = False, compact: bool = False) -> Any:
+    """Load the object that a dump file holds. Arguments and errors as for :func:`open_dump`."""
+    return open_dump(path, allow_pickle=allow_pickle, compact=compact)[0]
+
+
+def open_dump(path: str | Path, *, allow_pickle: bool = False, compact: bool = False) -> tuple[Any, Callable[[], None]]:
     """Load the object that a dump file holds, tensors on the CPU and memory-mapped where the file allows it.
 
     Args:
@@ -35,6 +40,10 @@ def load_dump(path: str | Path, *, allow_pickle: bool = False, compact: bool = F
             way is tried first, and train dumps never go any other.
         compact: give long lists of ints as int32 tensors and long lists of floats as float64 tensors: a fraction of
             the memory. :func:`~slime_instrument._format.unpickling.was_list` knows them.
+
+    Returns:
+        The object, and a function that gives back the memory of what was read of its mapped tensors. They are read
+        again where they are needed; changes that were made in place are lost.
 
     Raises:
         DumpFormatError: cut, empty, foreign or hostile file, or objects without ``allow_pickle``. One line.
@@ -57,18 +66,22 @@ def load_dump(path: str | Path, *, allow_pickle: bool = False, compact: bool = F
                 f"holds an object of class {refused}, which the safe loader does not create",
                 next_step="If you trust the file: --allow-pickle (allow_pickle=True); this can run code from it.",
             ) from None
-    return _load_trusted(path, container)
+    return _load_trusted(path, container), _nothing_to_give_back
 
 
-def _load_safely(path: Path, container: Container, compact: bool) -> Any:
+def _nothing_to_give_back() -> None:
+    pass
+
+
+def _load_safely(path: Path, container: Container, compact: bool) -> tuple[Any, Callable[[], None]]:
     # The values of NumPy arrays are in the pickle; torch's loader knows none.
-    most = container.size
+    most, give_back = container.size, _nothing_to_give_back
     try:
         if container.archive is None:
             payload = unpickling.load_plain(path)
         else:
             try:
-                payload = unpickling.load_archive(path, container.archive, compact=compact)
+                payload, give_back = unpickling.load_archive(path, container.archive, compact=compact)
             except unpickling.UnsupportedPickle:
                 if container.allocating_global is not None:
                     raise unpickling.ObjectRefused(container.allocating_global) from None
@@ -87,7 +100,7 @@ def _load_safely(path: Path, container: Container, compact: bool) -> Any:
     except Exception as error:
         raise unusable(path, f"is damaged ({_reason(error)})") from None
     _check_tensors(path, payload, container, most)
-    return payload
+    return payload, give_back
 
 
 def _load_trusted(path: Path, container: Container) -> Any:

@@ -265,7 +265,7 @@ def _rebuilt_from_bytes(
     return _rebuilt(base.view(dtype), offset, size, stride, requires_grad, hooks, flags)
 
 
-def load_archive(path: Path, archive: Archive, *, compact: bool) -> Any:
+def load_archive(path: Path, archive: Archive, *, compact: bool) -> tuple[Any, Callable[[], None]]:
     """Load the object in a file that torch.save wrote, tensors memory-mapped.
 
     Args:
@@ -273,6 +273,10 @@ def load_archive(path: Path, archive: Archive, *, compact: bool) -> Any:
         archive: where its records are.
         compact: give long lists of ints as int32 tensors and long lists of floats as float64 tensors;
             :func:`was_list` knows them.
+
+    Returns:
+        The object, and a function that gives back the memory of what was read of it; it is read again where it is
+        needed. Changes that were made in place are lost with it.
 
     Raises:
         UnsupportedPickle: anything but tensors of the usual types, plain values, dicts, lists and tuples; or damage.
@@ -292,7 +296,7 @@ def load_archive(path: Path, archive: Archive, *, compact: bool) -> Any:
             raise
         raise UnsupportedPickle(f"damage ({type(error).__name__})") from error
     _give_back(content)
-    return found
+    return found, lambda: _give_back(content)
 
 
 def was_list(value: Any) -> bool:

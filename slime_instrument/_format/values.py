@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 
+HIGHEST_LOG_PROB = 0.1
+"""A value above this is no log-prob: rounding of bf16 logits, at most half of 0.125, cannot lift one that far."""
+
 _BITS = 63  # of the largest count or id; a larger number is damage, and no tensor could take it
 
 
@@ -99,7 +102,7 @@ def nan_indices(value: Any) -> list[int]:
     if isinstance(value, torch.Tensor):
         if not value.is_floating_point() or not value.dim():
             return []
-        flat = value.reshape(value.shape[0], -1).isnan().any(dim=1) if value.numel() else value.new_zeros(0)
+        flat = value.float().reshape(value.shape[0], -1).isnan().any(dim=1) if value.numel() else value.new_zeros(0)
         return [int(index) for index in flat.nonzero().flatten()]
     if isinstance(value, (list, tuple)):
         return [index for index, item in enumerate(value) if isinstance(item, float) and item != item]
@@ -142,13 +145,13 @@ def log_probs(value: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     float32 loses nothing: it is what both engines compute in. None for a value that is no sequence of numbers.
     """
     if isinstance(value, torch.Tensor):
-        if value.dim() != 1 or value.is_complex():
-            return None
-        return value.detach().to(torch.float32), None
+        column = _column(value)
+        return None if column is None or column.is_complex() else (column.to(torch.float32), None)
     if not isinstance(value, (list, tuple)):
         return None
     if not value:
         return torch.empty(0), None
+    value = _flat(value)
     try:
         # array is several times faster than torch.tensor on a list of Python floats.
         return torch.frombuffer(array("d", value), dtype=torch.float64).to(torch.float32), None
@@ -162,16 +165,48 @@ def log_probs(value: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     return torch.tensor(numbers, dtype=torch.float64).to(torch.float32), missing if bool(missing.any()) else None
 
 
+def differs_beyond_rounding(copy: torch.Tensor, original: torch.Tensor, stored: Any) -> torch.Tensor:
+    """Where ``copy`` is not ``original``, by more than the type it was stored in rounds. bool, shape ``(n,)``.
+
+    Args:
+        copy, original: float32, shape ``(n,)``; NaN equals NaN.
+        stored: the value that ``copy`` was read from, whose type counts.
+    """
+    dtype = stored.dtype if isinstance(stored, torch.Tensor) and stored.is_floating_point() else torch.float32
+    step = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    allowed = original.abs() * step + torch.finfo(dtype).smallest_normal
+    same = ((copy - original).abs() <= allowed) | (copy == original) | (copy.isnan() & original.isnan())
+    return ~same
+
+
+def _column(value: torch.Tensor) -> torch.Tensor | None:
+    """A tensor of shape ``(n,)`` or ``(n, 1)`` as ``(n,)``; None for any other."""
+    value = value.detach()
+    if value.dim() == 2 and value.shape[1] == 1:
+        value = value[:, 0]
+    return value if value.dim() == 1 else None
+
+
+def _flat(value: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
+    """A list of lists of one value each as a list of these values; any other as it is."""
+    if isinstance(value[0], (list, tuple)) and all(isinstance(one, (list, tuple)) and len(one) == 1 for one in value):
+        return [one[0] for one in value]
+    return value
+
+
 def integers(value: Any) -> torch.Tensor | None:
     """Whole numbers as int64, shape ``(n,)``; None for anything else. Booleans count as 0 and 1."""
     if isinstance(value, torch.Tensor):
-        if value.dim() != 1 or value.is_complex():
+        column = _column(value)
+        if column is None or column.is_complex():
             return None
-        if value.is_floating_point():
-            exact = value.detach().double()  # the shortest types cannot be rounded
+        if column.is_floating_point():
+            exact = column.double()  # the shortest types cannot be rounded
             if not bool((exact == exact.round()).all()):
                 return None
-        return value.detach().to(torch.int64)
+        whole = column.to(torch.int64)
+        # The upper half of uint64 has no place in int64.
+        return None if column.dtype is getattr(torch, "uint64", None) and bool((whole < 0).any()) else whole
     if not isinstance(value, (list, tuple)):
         return None
     if not value:

@@ -5,20 +5,26 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from slime_instrument._format.dumps import RolloutDump
 from slime_instrument._format.join import locate
 from slime_instrument._format.values import (
     as_ints,
     brief,
+    differs_beyond_rounding,
     equal_values,
     holds_whole_numbers,
+    integers,
     length_of,
+    log_probs,
     number,
     plain_value,
+    truth,
     whole_number,
 )
 from slime_instrument._validate.problems import Problems, V2Dump
-from slime_instrument._validate.samples import check_ragged, check_routed_experts, response_lengths_of
+from slime_instrument._validate.samples import check_log_probs, check_ragged, check_routed_experts, response_lengths_of
 
 # Rewards pass through float32 on some ways to the trainer.
 _REWARD_TOLERANCE = 1e-6
@@ -55,6 +61,8 @@ def check_against_rollout(dump: V2Dump, found: Problems) -> None:
             continue
         source = rollout.samples[position]
         _compare_tokens(i, sample, position, source, found)
+        _compare_mask(i, sample, position, source, found)
+        _compare_log_probs(i, sample, position, source, found)
         if raw_reward is not None and position < len(raw_reward):
             _compare_reward(i, raw_reward[position], source, found)
 
@@ -103,6 +111,7 @@ def check_rollout_dump(dump: RolloutDump, found: Problems) -> None:
             found.error("type", message, sample=i, field="response_length")
             continue
         response_lengths_of(i, sample, response, tokens, ("rollout_log_probs", "loss_mask"), found)
+        check_log_probs(i, sample, ("rollout_log_probs",), found)
         check_ragged(i, sample, response, found)
         check_routed_experts(i, sample, tokens, found)
 
@@ -120,6 +129,46 @@ def _compare_tokens(i: int, sample: dict[str, Any], position: int, source: dict[
     if mine is not None and theirs is not None and mine != theirs:
         message = f"sample {i}: response_lengths is {mine}, but rollout sample {position} has {theirs}"
         found.error("length", message, sample=i, field="response_lengths")
+
+
+def _compare_mask(i: int, sample: dict[str, Any], position: int, source: dict[str, Any], found: Problems) -> None:
+    """slime trains on the rollout's mask: on everything where that is None, on nothing with remove_sample."""
+    own = integers(sample.get("loss_masks"))
+    if own is None or "loss_mask" not in source:
+        return
+    stated = source["loss_mask"]
+    expected = torch.ones_like(own) if stated is None else integers(stated)
+    if expected is None or len(expected) != len(own):
+        return  # the length is said elsewhere
+    if truth(source.get("remove_sample")):
+        expected = torch.zeros_like(own)
+    wrong = ((own != 0) != (expected != 0)).nonzero().flatten()
+    if len(wrong):
+        k = int(wrong[0])
+        message = (
+            f"sample {i}: loss_masks is not the loss_mask of rollout sample {position} at {len(wrong)} of {len(own)} "
+            f"tokens, first at {k}: {int(own[k])} here, {int(expected[k])} expected"
+        )
+        found.error("mask-mismatch", message, sample=i, field="loss_masks")
+
+
+def _compare_log_probs(i: int, sample: dict[str, Any], position: int, source: dict[str, Any], found: Problems) -> None:
+    """What training received as rollout_log_probs is what the rollout dumped, at the tokens that are trained."""
+    name = "rollout_log_probs"
+    own, theirs, mask = log_probs(sample.get(name)), log_probs(source.get(name)), integers(sample.get("loss_masks"))
+    if own is None or theirs is None or len(own[0]) != len(theirs[0]):
+        return
+    wrong = differs_beyond_rounding(own[0], theirs[0], sample[name])
+    if mask is not None and len(mask) == len(wrong):
+        wrong &= mask != 0
+    where = wrong.nonzero().flatten()
+    if len(where):
+        k = int(where[0])
+        message = (
+            f"sample {i}: {name} is not that of rollout sample {position} at {len(where)} trained tokens, first at "
+            f"{k}: {float(own[0][k]):.6g} here, {float(theirs[0][k]):.6g} there"
+        )
+        found.error("rollout-log-probs-differ", message, sample=i, field=name)
 
 
 def _compare_reward(i: int, reward: Any, source: dict[str, Any], found: Problems) -> None:

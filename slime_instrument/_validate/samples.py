@@ -12,11 +12,13 @@ import torch
 from slime_instrument._format.schema import FORGOTTEN_CONTEXT_PARALLEL_FIELDS, FORMAT_VERSION, REQUIRED_SAMPLE_FIELDS
 from slime_instrument._format.unpickling import was_list
 from slime_instrument._format.values import (
+    HIGHEST_LOG_PROB,
     as_ints,
     brief,
     holds_whole_numbers,
     is_whole_number,
     length_of,
+    log_probs,
     nan_indices,
     whole_number,
 )
@@ -133,6 +135,7 @@ def check_lengths(dump: V2Dump, found: Problems) -> None:
             found.error("length", message, sample=i, field="tokens")
         total = total if total is not None else tokens
         response_lengths_of(i, sample, response, total, ["loss_masks", *fields], found)
+        check_log_probs(i, sample, [name for name in fields if name.endswith("log_probs")], found)
         check_ragged(i, sample, response, found)
         check_routed_experts(i, sample, tokens if tokens is not None else total, found)
         for name in forgotten:
@@ -161,6 +164,25 @@ def response_lengths_of(
                 f"sample {i}: {name} has {length} values, but the response has {response} tokens of {total} in all"
             )
             found.error("length", message, sample=i, field=name)
+
+
+def check_log_probs(i: int, sample: dict[str, Any], fields: Iterable[str], found: Problems) -> None:
+    """No log-prob is above 0. Rounding of bf16 logits can lift one a little; more is another quantity, or a filler."""
+    for name in fields:
+        converted = log_probs(sample.get(name))
+        if converted is None:
+            if sample.get(name) is not None and length_of(sample[name]):
+                message = f"sample {i}: {name} is {_describe(sample, name)}, expected one number per response token"
+                found.error("type", message, sample=i, field=name)
+            continue
+        above = (converted[0] > HIGHEST_LOG_PROB).nonzero().flatten()
+        if len(above):
+            k = int(above[0])
+            message = (
+                f"sample {i}: {name} is above 0 at {len(above)} tokens, first at {k}: {float(converted[0][k]):.6g}; "
+                "no probability has such a log-prob"
+            )
+            found.error("positive-log-prob", message, sample=i, field=name)
 
 
 def check_ragged(i: int, sample: dict[str, Any], response: int | None, found: Problems) -> None:

@@ -157,6 +157,13 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+#: What follows from the sizes.
+LAYOUT_ARGUMENTS = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "data_parallel_size"),
+    *("world_size", "num_gpus_per_node"),
+)
+
+
 def make_args(*, tp: int, pp: int, cp: int, world: int, **overrides: Any) -> Namespace:
     """Arguments of a tiny model in this layout; ``overrides`` win over everything."""
     import torch

@@ -6,9 +6,12 @@ An inference engine's kernels sum in another order and round to bf16. Rounding a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from slime_instrument._errors import five_parts
+from slime_instrument.lab._options import LabError
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +26,9 @@ def rollout_log_probs_from(train_dumps: Iterable[Path], path: Path) -> Path:
 
     Positions are those in the rollout dump. They equal ``Sample.index`` in the default sample set, and unlike it stay
     unique when one rollout fans out into several samples.
+
+    Raises:
+        LabError: a dump lacks log-probs.
     """
     import torch
 
@@ -31,12 +37,25 @@ def rollout_log_probs_from(train_dumps: Iterable[Path], path: Path) -> Path:
         payload: dict[str, Any] = torch.load(dump, map_location="cpu", weights_only=True)
         rollout = known.setdefault(int(payload["rollout_id"]), {})
         for sample in payload["samples"]:
+            if "log_probs" not in sample:
+                raise LabError(_without_log_probs(dump, payload))
             position = sample.get("rollout_position")
             key = sample["sample_index"] if position is None else position
             rollout[int(key)] = _as_an_engine(sample["log_probs"].float(), seed=int(key)).tolist()
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(known, path)
     return path
+
+
+def _without_log_probs(dump: Path, payload: Mapping[str, Any]) -> str:
+    reasons = {shard.get("provenance", {}).get("log_probs") for shard in payload["dp_shards"]} - {None}
+    return five_parts(
+        f"lab: {dump.name} of the first pass",
+        expected="log-probs in every sample",
+        found="none" + (f" ({'; '.join(sorted(reasons))})" if reasons else ""),
+        follows="Without them there is nothing to compare.",
+        next_step="slime-instrument check --slime DIR says which part of this slime does not fit.",
+    )
 
 
 def _as_an_engine(log_probs: torch.Tensor, seed: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from slime_instrument._errors import InstrumentError
 
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _PATHS = ("out", "slime", "core", "rollout_log_probs", "plugin")
 
 
@@ -27,11 +29,11 @@ class LabError(InstrumentError, RuntimeError):
 
 @dataclass(frozen=True)
 class LabOptions:
-    """One training run. Only ``out`` is required; the rest trains the miniature in a single process, once."""
+    """One training run. Only ``out`` is required: alone it trains one rollout of the miniature in a single process."""
 
     out: Path
     slime: Path | None = None
-    """A slime checkout; None is the bundled miniature."""
+    """A slime checkout; None is the bundled miniature, which has neither custom functions nor every loss of slime."""
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -41,10 +43,12 @@ class LabOptions:
     """Optimizer steps per rollout."""
     instrumented: bool = True
     overrides: Mapping[str, object] = field(default_factory=dict)
-    """slime arguments by name, for example ``{"use_rollout_logprobs": True}``."""
+    """slime arguments by name, for example ``{"use_rollout_logprobs": True}``. A name that the target does not read is
+    refused. A custom function given by its dotted path must be called by some rank, or the run fails."""
     with_ref: bool = False
     core: Path | None = None
-    """A folder with another ``megatron.core``: v0.2.0 and v0.2.1 want 0.14.0."""
+    """A folder with another ``megatron.core``: slime v0.2.0 and v0.2.1 want 0.14.0. None: for these two releases
+    ``$SLIME_OLD_CORE``, for all others the installed one."""
     dump_name: str | None = None
     """File name template below ``out/train_data``. None: one file per rollout where something merges the ranks' dumps
     (the instrumentation, or slime itself since #2266), else one per rank."""
@@ -57,9 +61,13 @@ class LabOptions:
     environment: Mapping[str, str] = field(default_factory=dict)
     save_weights: bool = False
     samples: str = "default"
-    """``default``, ``edge``, or ``edge:KIND,KIND``: see ``lab._samples``."""
+    """``default``: eight samples with responses of 2 to 21 tokens. ``long``: responses of 13 tokens and more.
+    ``uneven``: one sample more than ranks divide. ``edge``, or ``edge:KIND,KIND``: the kinds in
+    ``slime_instrument.lab.EDGE_KINDS``."""
     extras: tuple[str, ...] = ()
-    """What samples carry beyond tokens and log-probs, by the names in ``lab._extras``."""
+    """What samples carry beyond tokens and log-probs: names in ``slime_instrument.lab.EXTRAS``."""
+    fault: str | None = None
+    """A fault to plant in this run, ``NAME`` or ``NAME:VALUE``: names in ``slime_instrument.lab.FAULTS``."""
     timeout: float = 240.0
 
     def __post_init__(self) -> None:
@@ -76,6 +84,12 @@ class LabOptions:
     @property
     def world(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def custom_functions(self) -> dict[str, str]:
+        """Dotted paths of functions among the overrides, by the override's name."""
+        paths = {name: value for name, value in self.overrides.items() if name.endswith("_path")}
+        return {name: path for name, path in paths.items() if isinstance(path, str) and _DOTTED.fullmatch(path)}
 
     @property
     def layout(self) -> dict[str, int]:
@@ -111,3 +125,5 @@ class LabResult:
     """Status records of rank 0 of the last pipeline stage, where the log-probs are."""
     logged_metrics: list[dict[str, Any]]
     """What was handed to the experiment tracker, in order."""
+    custom_calls: dict[str, int] = field(default_factory=dict)
+    """Calls, over all ranks, of each custom function named in ``overrides``, by the override's name."""

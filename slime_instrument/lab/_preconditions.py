@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import importlib.util
+import re
+from pathlib import Path
 from typing import Any
 
 from slime_instrument._errors import five_parts
-from slime_instrument.lab._arguments import DEFAULTS
+from slime_instrument.lab._arguments import DEFAULTS, LAYOUT_ARGUMENTS
 from slime_instrument.lab._extras import EXTRAS
+from slime_instrument.lab._faults import parse_fault
 from slime_instrument.lab._options import LabError, LabOptions
 from slime_instrument.lab._samples import batch_size, edge_kinds
-from slime_instrument.lab._sources import is_source
+from slime_instrument.lab._sources import MINIATURE, is_source
 
 _FOLLOWS = "Nothing was trained."
+_OLD_CORE = "0.14"
+_READ = re.compile(r"\bargs\.([A-Za-z_]\w*)")
+_READ_BY_NAME = re.compile(r"""attr\(\s*[\w.]*args,\s*["'](\w+)["']""")
+_DECLARED = re.compile(r"""["']--([\w-]+)["']""")
+_CONFIGURED = re.compile(r"^    (\w+):", re.MULTILINE)
 
 
 def check(options: LabOptions) -> None:
@@ -30,7 +40,67 @@ def check(options: LabOptions) -> None:
     for name in options.extras:
         if name not in EXTRAS:
             raise _refused("lab extras", f"names among {', '.join(EXTRAS)}", repr(name), "Choose among these.")
+    parse_fault(options.fault)
+    if options.slime is not None and needs_old_core(options.slime) and options.core is None:
+        found = importlib.metadata.version("megatron-core")
+        if not found.startswith(_OLD_CORE):
+            raise _refused(
+                f"slime in {options.slime}",
+                f"megatron-core {_OLD_CORE}, for which this release was made",
+                found,
+                f"Run pip install --no-deps --target DIR megatron-core=={_OLD_CORE}.0, and set SLIME_OLD_CORE=DIR.",
+            )
+    _check_overrides(options)
     _check_sizes(options)
+
+
+def needs_old_core(slime: Path) -> bool:
+    """Whether this checkout calls Megatron-Core in a way that later releases of it refuse: v0.2.0 and v0.2.1."""
+    try:
+        text = (slime / "slime" / "backends" / "megatron_utils" / "model.py").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return re.search(r"^\s+no_wd_decay_cond\s*:", text, re.MULTILINE) is not None
+
+
+def _check_overrides(options: LabOptions) -> None:
+    for name in options.overrides:
+        if name in LAYOUT_ARGUMENTS:
+            raise _refused(
+                "lab overrides", "sizes by the options tp, pp, cp and dp", name, "Use these options instead."
+            )
+    unknown = [name for name in options.overrides if options.slime is None or name not in DEFAULTS]
+    known = _names_read(options.slime, options.core) if unknown else frozenset()
+    for name in unknown:
+        if name not in known:
+            target = "the bundled miniature" if options.slime is None else f"slime in {options.slime}"
+            raise _refused(
+                f"lab override {name}",
+                f"an argument that {target} reads",
+                "nothing there that reads it",
+                "Correct the name"
+                + (", or train real slime: slime=DIR with a checkout." if options.slime is None else "."),
+            )
+
+
+@functools.cache
+def _names_read(slime: Path | None, core: Path | None) -> frozenset[str]:
+    """Names of arguments that the target's sources read, and those that configure Megatron-Core."""
+    lab = Path(__file__).parent
+    folders = [slime / "slime" if slime else MINIATURE, lab / "stubs"]
+    files = [path for folder in folders for path in folder.rglob("*.py")] + list(lab.glob("_*.py"))
+    names: set[str] = set()
+    for path in files:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        names.update(_READ.findall(text), _READ_BY_NAME.findall(text))
+        if path.name == "arguments.py":
+            names.update(name.replace("-", "_") for name in _DECLARED.findall(text))
+    spec = None if core else importlib.util.find_spec("megatron")
+    places = [str(core / "megatron")] if core else (spec and spec.submodule_search_locations) or []
+    for place in places:
+        for path in Path(place, "core").rglob("*_config.py"):
+            names.update(_CONFIGURED.findall(path.read_text(encoding="utf-8", errors="replace")))
+    return frozenset(names)
 
 
 def _check_sizes(options: LabOptions) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
+import importlib
+import inspect
 import logging
 import os
+import shutil
 import sys
+import tempfile
 import time
 import traceback
 from argparse import Namespace
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,6 +25,7 @@ from megatron.core import mpu
 from slime_instrument.lab import _extras, _releases, _weights
 from slime_instrument.lab import _samples as sample_sets
 from slime_instrument.lab._arguments import VOCABULARY, make_args
+from slime_instrument.lab._faults import StandingStill, parse_fault, shift_masks, swap_rollout_log_probs
 from slime_instrument.lab._options import LabOptions
 from slime_instrument.lab._target import load_file
 
@@ -50,7 +57,11 @@ def _train(options: LabOptions, actor_module: Any, rank: int, port: int, answers
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    args = _arguments(options)
+    # slime checks that there is a checkpoint before it asks Megatron-LM, here a stub, to load it.
+    checkpoint = Path(tempfile.mkdtemp(prefix="slime-instrument-lab-")) / "iter_0000000"
+    checkpoint.mkdir()
+    (checkpoint / "latest_checkpointed_iteration.txt").touch()
+    args = _arguments(options, checkpoint)
     # The actor asks for these files although nothing in them is used.
     for name, stub in (("AutoConfig", Namespace(vocab_size=VOCABULARY)), ("AutoTokenizer", None)):
         if hasattr(actor_module, name):
@@ -60,12 +71,16 @@ def _train(options: LabOptions, actor_module: Any, rank: int, port: int, answers
         file, _, function = options.rank_hook.rpartition(":")
         getattr(load_file(Path(file), "lab_rank_hook"), function)(rank, actor_module, args)
     logged = _capture_tracking()
+    custom_calls = _count_custom_calls(options)
+    fault = parse_fault(options.fault)
+    standing_still: StandingStill | None = None
 
     started = time.monotonic()
     # __init__ asks Ray for the GPUs that it was given.
     actor = object.__new__(actor_module.MegatronTrainRayActor)
     actor._world_size, actor._rank = options.world, rank
     actor.init(args, "actor", with_ref=options.with_ref)
+    shutil.rmtree(checkpoint.parent)
     if options.with_ref:
         # Weights of its own, so that log-probs taken from the wrong model show.
         _weights.set_by_name(actor_module, args, actor, "ref")
@@ -88,9 +103,19 @@ def _train(options: LabOptions, actor_module: Any, rank: int, port: int, answers
             extra=options.extras,
             # Releases that count a batch in samples cut the rollout before they dump it.
             keep_dropped=_releases.batches_count_rollouts(),
+            two_of_one_length=fault is not None and fault.name == "sample-swap",
         )
+        if fault and fault.name == "sample-swap" and rollout_id >= fault.value:
+            swap_rollout_log_probs(samples)
         if rank == 0:
             sample_sets.save_rollout_dump(args, samples, rollout_id)
+        if fault and fault.name == "mask-shift" and rollout_id >= fault.value:
+            shift_masks(samples)
+        if fault and fault.name == "stale-weights" and rollout_id == fault.value - 1:
+            standing_still = StandingStill(lambda: _weights.named(actor_module, args, actor))
+        elif standing_still is not None:
+            standing_still.restore()
+            _weights.changed(args, actor, "actor")
         boxes = sample_sets.split_for_training(args, parallel, samples, rollout_id)
         dp_rank = mpu.get_data_parallel_rank(with_context_parallel=False)
         actor.train(rollout_id, boxes, **_extras.external_data(actor, boxes, options.extras, dp_rank))
@@ -109,18 +134,17 @@ def _train(options: LabOptions, actor_module: Any, rank: int, port: int, answers
                 "train_s": trained - ready,
                 "patches": _patches() if reports and options.instrumented else [],
                 "logged_metrics": logged if reports else [],
+                "custom_calls": custom_calls,
             },
         )
     )
     torch.distributed.destroy_process_group()
 
 
-def _arguments(options: LabOptions) -> Namespace:
+def _arguments(options: LabOptions, checkpoint: Path) -> Namespace:
     out = options.out
-    # slime checks that there is a checkpoint before it asks Megatron-LM, here a stub, to load it.
-    checkpoint = out / "iter_0000000"
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    (checkpoint / "latest_checkpointed_iteration.txt").touch()
+    fault = parse_fault(options.fault)
+    hot = {"rollout_temperature": fault.value} if fault and fault.name == "temperature" else {}
     args = make_args(
         tp=options.tp,
         pp=options.pp,
@@ -130,7 +154,7 @@ def _arguments(options: LabOptions) -> Namespace:
         ref_load=str(checkpoint),
         hf_checkpoint=str(out / "hf"),
         num_rollout=options.rollouts,
-        **options.overrides,
+        **{**hot, **options.overrides},
     )
     name = options.dump_name or ("{rollout_id}.pt" if _one_dump_per_rollout(options) else "{rollout_id}_{rank}.pt")
     args.save_debug_train_data = str(out / "train_data" / name)
@@ -149,6 +173,28 @@ def _arguments(options: LabOptions) -> Namespace:
 def _one_dump_per_rollout(options: LabOptions) -> bool:
     native = options.slime is not None and not (options.slime / "slime" / "utils" / "train_dump_utils.py").exists()
     return options.instrumented or native
+
+
+def _count_custom_calls(options: LabOptions) -> dict[str, int]:
+    """Calls in this process, by override, of each custom function that one names. Counted until the process ends."""
+    calls: dict[str, int] = {}
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def count(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return count
+
+    for name, path in options.custom_functions.items():
+        module_name, _, attribute = path.rpartition(".")
+        module = importlib.import_module(module_name)
+        function = getattr(module, attribute)
+        if inspect.isroutine(function):
+            calls[name] = 0
+            setattr(module, attribute, counted(name, function))
+    return calls
 
 
 def _capture_tracking() -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ slime cannot train it in a single process.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import random
 from argparse import Namespace
@@ -132,16 +133,21 @@ def make_samples(
     *,
     extra: Sequence[str] = (),
     keep_dropped: bool = True,
+    two_of_one_length: bool = False,
 ) -> list[Any]:
     """The samples of one rollout. ``known``: log-probs by position from an earlier run; without it they are noise.
 
-    ``keep_dropped``: whether those are among them that slime itself will drop.
+    ``keep_dropped``: whether those are among them that slime itself will drop. ``two_of_one_length``: whether the
+    second response gets the length of the first.
     """
     from slime.utils.types import Sample
 
     rng = random.Random(rollout_id)
     samples = []
-    for position, shape in enumerate(sample_shapes(name, rng, args.rollout_batch_size * args.n_samples_per_prompt)):
+    shapes = sample_shapes(name, rng, args.rollout_batch_size * args.n_samples_per_prompt)
+    if two_of_one_length:
+        shapes[1] = replace(shapes[1], response=shapes[0].response)
+    for position, shape in enumerate(shapes):
         sample = Sample(
             index=shape.index,
             prompt="x",
@@ -180,7 +186,8 @@ def split_for_training(args: Namespace, parallel: Mapping[str, Any], samples: Se
     metadata = getattr(RolloutManager, "__ray_metadata__", None)
     manager: Any = object.__new__(metadata.modified_class if metadata else RolloutManager)
     manager.args, manager.train_parallel_config, manager.rollout_id = args, dict(parallel), rollout_id
-    manager.custom_convert_samples_to_train_data_func = manager.custom_reward_post_process_func = None
+    manager.custom_convert_samples_to_train_data_func = _custom(args, "custom_convert_samples_to_train_data_path")
+    manager.custom_reward_post_process_func = _custom(args, "custom_reward_post_process_path")
     data = manager._convert_samples_to_train_data(samples)
     split = getattr(manager, "_split_train_data_by_dp", None)
     if split is None:
@@ -192,3 +199,11 @@ def split_for_training(args: Namespace, parallel: Mapping[str, Any], samples: Se
     if "dp_size" in inspect.signature(split).parameters:
         return split(data, parallel["dp_size"])
     return split(data)
+
+
+def _custom(args: Namespace, name: str) -> Any:
+    path = getattr(args, name, None)
+    if path is None:
+        return None
+    module, _, attribute = path.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)

@@ -7,12 +7,13 @@ import os
 import selectors
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slime_instrument.lab import _server
 from slime_instrument.lab._options import LabError, LabOptions, LabResult
-from slime_instrument.lab._preconditions import check
+from slime_instrument.lab._preconditions import check, needs_old_core
 
 # Real slime compiles its losses and asks NCCL, W&B and tokenizers for things that a CPU test has no use for.
 _QUIET = {
@@ -41,24 +42,48 @@ def train_all(
 ) -> Iterator[LabResult | LabError]:
     """Train several runs one after another in one interpreter, which imports slime once: half of a run's time.
 
-    The runs must want the same interpreter: slime, core, plugin, environment, armed or not. Yields each run's result,
-    or the error that it ended with; the runs behind it go on. LabError is raised for what cannot start at all.
+    The runs must want the same interpreter: slime, core, plugin, environment, armed or not; LabError is raised if they
+    do not. Yields each run's result, or the error that it ended with, or was refused with before anything was started;
+    the runs behind it go on.
     """
+    runs = [_with_old_core(options) for options in runs]
     for options in runs:
-        check(options)
         if _interpreter(options) != _interpreter(runs[0]):
             raise LabError(f"slime_instrument: lab run in {options.out}: wants another interpreter than the one before")
+    refusals = [_refusal(options) for options in runs]
+    accepted = [options for options, refusal in zip(runs, refusals, strict=True) if refusal is None]
+    outcomes = _train_accepted(accepted, progress or (lambda _text: None))
+    for refusal in refusals:
+        yield next(outcomes) if refusal is None else refusal
+
+
+def _train_accepted(runs: list[LabOptions], progress: Callable[[str], None]) -> Iterator[LabResult | LabError]:
     for options in runs:
         options.out.mkdir(parents=True, exist_ok=True)
     remaining = list(runs)
     while remaining:
         # A worker that died took the runs behind the current one with it; they get another.
-        with _Worker(remaining, progress or (lambda _text: None)) as worker:
+        with _Worker(remaining, progress) as worker:
             for options in list(remaining):
                 remaining.pop(0)
                 yield _one_run(worker, options)
                 if worker.gone:
                     break
+
+
+def _refusal(options: LabOptions) -> LabError | None:
+    try:
+        check(options)
+    except LabError as error:
+        return error
+    return None
+
+
+def _with_old_core(options: LabOptions) -> LabOptions:
+    folder = os.environ.get("SLIME_OLD_CORE")
+    if folder and options.core is None and options.slime is not None and needs_old_core(options.slime):
+        return replace(options, core=Path(folder))
+    return options
 
 
 def _interpreter(options: LabOptions) -> tuple[Any, ...]:
@@ -89,6 +114,7 @@ def _one_run(worker: _Worker, options: LabOptions) -> LabResult | LabError:
         weights=written("weights"),
         patches=answer["patches"],
         logged_metrics=answer["logged_metrics"],
+        custom_calls=answer["custom_calls"],
     )
 
 

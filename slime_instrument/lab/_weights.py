@@ -12,17 +12,18 @@ import torch
 from megatron.core import mpu
 
 
-def _named(actor_module: Any, args: Namespace, actor: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    named: Iterable[tuple[str, torch.Tensor]] = actor_module.named_params_and_buffers(
+def named(actor_module: Any, args: Namespace, actor: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of this rank by their names in the whole model."""
+    found: Iterable[tuple[str, torch.Tensor]] = actor_module.named_params_and_buffers(
         args, actor.model, convert_to_global_name=True
     )
-    return named
+    return found
 
 
 @torch.no_grad()
 def set_by_name(actor_module: Any, args: Namespace, actor: Any, tag: str) -> None:
     """Seed each whole tensor by its global name and ``tag``, then keep this tensor-parallel rank's part of it."""
-    for name, parameter in _named(actor_module, args, actor):
+    for name, parameter in named(actor_module, args, actor):
         if parameter.dim() < 2:
             continue
         tp_size, tp_rank = _tensor_parallel(name)
@@ -40,6 +41,11 @@ def set_by_name(actor_module: Any, args: Namespace, actor: Any, tag: str) -> Non
         if sharded and tp_size > 1:
             weight = torch.cat([block.chunk(tp_size, dim)[tp_rank] for block in weight.chunk(stride, dim)], dim)
         parameter.copy_(weight)
+    changed(args, actor, tag)
+
+
+def changed(args: Namespace, actor: Any, tag: str) -> None:
+    """Tell whoever keeps a copy of the weights that they were changed from outside."""
     if args.bf16:
         actor.optimizer.reload_model_params()
     actor.weights_backuper.backup(tag)
@@ -54,4 +60,4 @@ def _tensor_parallel(name: str) -> tuple[int, int]:
 
 def save(actor_module: Any, args: Namespace, actor: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({name: tensor.detach().clone() for name, tensor in _named(actor_module, args, actor)}, path)
+    torch.save({name: tensor.detach().clone() for name, tensor in named(actor_module, args, actor)}, path)

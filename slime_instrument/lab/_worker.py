@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 import traceback
+from collections import Counter
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -84,6 +85,15 @@ def _run(options: LabOptions, actor_module: Any, say: Any, began: float, importe
         say("failed", **outcome)
         return
     results: dict[int, dict[str, Any]] = outcome["results"]
+    calls: Counter[str] = Counter()
+    for result in results.values():
+        calls.update(result["custom_calls"])
+    unused = sorted(name for name in calls if not calls[name])
+    if unused:
+        named = ", ".join(f"{name}={options.custom_functions[name]}" for name in unused)
+        text = f"{named}: never called on any rank. What was trained does not depend on it; nothing is tested so."
+        say("failed", text=text, tracebacks={})
+        return
     last_stage = next(result for result in results.values() if result["reports"])
     say(
         "done",
@@ -91,6 +101,7 @@ def _run(options: LabOptions, actor_module: Any, say: Any, began: float, importe
         slime_version=_target.version(options),
         patches=last_stage["patches"],
         logged_metrics=last_stage["logged_metrics"],
+        custom_calls=dict(calls),
         seconds={
             "import": round(imported, 2),
             "init": round(max(result["init_s"] for result in results.values()), 2),
@@ -144,7 +155,8 @@ def _run_ranks(options: LabOptions, actor_module: Any, say: Any) -> dict[str, An
                 tracebacks[rank] = value
                 deadline = min(deadline, time.monotonic() + _AFTERMATH_S)
     for process in processes.values():
-        _end(process, 0 if tracebacks else _AFTERMATH_S)
+        # A rank that is done may still be writing a dump in the background, as it would in a real job.
+        _end(process, 0 if tracebacks else max(_AFTERMATH_S, deadline - time.monotonic()))
     missing = sorted(set(processes) - set(results) - set(tracebacks))
     if missing and not tracebacks:
         tracebacks = dict.fromkeys(missing, "no answer and no traceback")

@@ -15,7 +15,7 @@ import pytest
 
 SHOW = """
     import sys
-    from slime_instrument._activation.waiting import route
+    from slime_instrument._waiting import route
     answer = {"route": route(), "heavy": sorted({"torch", "wrapt", "slime"} & set(sys.modules))}
 """
 OFF_VALUES = ["0", "off", "False", "no", "", "  "]
@@ -93,7 +93,7 @@ def test_the_start_entry_arms_as_python_3_15_would_call_it(installed: Any) -> No
     code = f"""
         import pkgutil
         pkgutil.resolve_name({entry!r})()
-        from slime_instrument._activation.waiting import route
+        from slime_instrument._waiting import route
         answer = route()
     """
     # The .pth is taken away: a Python that knows .start files ignores its import line.
@@ -113,7 +113,7 @@ def test_both_start_files_in_one_process_arm_once(installed: Any) -> None:
         from _slime_instrument_start import start
         start()
         start()
-        from slime_instrument._activation.waiting import route
+        from slime_instrument._waiting import route
         answer = [route(), sum(type(finder).__name__ == "SlimeWatch" for finder in sys.meta_path)]
     """
     assert installed.answer(code, SLIME_INSTRUMENT="1") == ["SLIME_INSTRUMENT in the environment (.pth)", 1]
@@ -174,6 +174,7 @@ def test_the_path_file_has_one_line_and_only_asks_the_environment_first() -> Non
     assert function == "start"
 
 
+@pytest.mark.alone
 def test_start_up_costs_less_than_15_ms_armed_and_nothing_measurable_off(installed: Any) -> None:
     """Interleaved runs, so that a busy machine disturbs all alike; medians of the differences."""
 

@@ -67,9 +67,9 @@ class Player:
         cls.train = train
 
     def _play_all(self, actor: Any, train: Callable[..., None]) -> None:
-        from slime_instrument._capture import CaptureSession
         from slime_instrument._dump.agreement import default_store
         from slime_instrument._dump.topology import read_topology
+        from slime_instrument._hooks.capture import CaptureSession
 
         self._parameters = [parameter for chunk in actor.model for parameter in chunk.parameters()]
         self._initial = [tensor.detach().clone() for tensor in self._parameters]
@@ -175,16 +175,17 @@ class Player:
         return digest.hexdigest()[:16]
 
     def _stale(self) -> list[str]:
-        from slime_instrument import _capture as capture
-        from slime_instrument._hooks import data_loader
+        from slime_instrument._hooks import capture, loading
 
         found = []
         if capture.current_session() is not None:
             found.append("a session is current")
-        if capture.policy_batch() is not None:
+        if capture.policy_loss() is not None:
             found.append("a policy loss is marked as running")
-        if data_loader._LOADING.get() is not None:
+        if loading.LOADS.current() is not None:
             found.append("a load is marked as running")
+        if type(sys.modules["slime.utils.data"].ray) is loading.WatchedRay:
+            found.append("ray is still replaced")
         if len(self._sessions):
             found.append(f"{len(self._sessions)} session(s) alive")
         loss = sys.modules["slime.backends.megatron_utils.loss"]
@@ -203,14 +204,14 @@ class Player:
 
 def _look_for_aliases_in_slime_only() -> None:
     """Arming afresh for every scenario walks through all modules otherwise, which is most of a scenario's time."""
-    from slime_instrument._patching import aliases
+    from slime_instrument._patching import apply
 
     def namespaces() -> Iterator[dict[str, Any]]:
         for name, module in list(sys.modules.items()):
             if name.startswith("slime"):
                 yield vars(module)
 
-    aliases._namespaces = namespaces
+    apply._namespaces = namespaces
 
 
 @contextlib.contextmanager

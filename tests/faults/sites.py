@@ -107,7 +107,7 @@ def _seams() -> Iterator[Site]:
     yield Site("seam/log-probs/before", "train", per_batch=True, who="last-stage")
     yield Site("seam/log-probs/after", "train", per_batch=True, who="last-stage")
     yield Site("seam/train-dump/before", "dump")
-    yield Site("seam/train-dump/instead", "dump")
+    yield Site("seam/train-dump/inside", "dump", where=("slime_instrument._hooks.dump", "_positions_from"))
 
 
 def _dump() -> Iterator[Site]:
@@ -118,7 +118,7 @@ def _dump() -> Iterator[Site]:
         ("sizes", "slime_instrument._dump.agreement", "Agreement.gather_sizes", "writer"),
         ("go", "slime_instrument._dump.agreement", "Agreement.go", "writer"),
         ("transport", "slime_instrument._dump.transport", "megatron_transport", "part"),
-        ("collect", "slime_instrument._capture", "CaptureSession.collected", "part"),
+        ("collect", "slime_instrument._hooks.capture", "CaptureSession.collected", "part"),
         ("describe", "slime_instrument._dump.provenance", "describe", "part"),
         ("contribute", "slime_instrument._dump.shard", "contribute", "part"),
         ("gather-pack", "slime_instrument._dump.packing", "Packer.buckets", "sender"),
@@ -188,13 +188,13 @@ def planted(trigger: Trigger) -> Iterator[None]:
         _as_in_a_new_job(undo)
         slime_instrument.instrument("the fault matrix")
         undo.callback(slime_instrument.uninstrument)
-        if site.kind == "seam":
+        if site.kind == "seam" and not site.where[0]:
             _, patch, step = site.name.split("/")
-            record = runtime.current().patcher.records[patch]
-            record.patch = _with_fault(record.patch, step, trigger.pull)
+            placement = runtime.current().patcher[patch]
+            placement.patch = _with_fault(placement.patch, step, trigger.pull)
         elif site.where == ("slime_instrument._dump.atomic", "write_atomically"):
             undo.enter_context(_replaced(*site.where, lambda original: _torn_write(original, trigger)))
-        elif site.kind in ("dump", "peer"):
+        elif site.kind in ("seam", "dump", "peer"):
             undo.enter_context(_replaced(*site.where, lambda original: _around(original, trigger, before=True)))
         yield
 
@@ -215,8 +215,8 @@ def _as_in_a_new_job(undo: contextlib.ExitStack) -> None:
 
 
 def _with_fault(patch: Any, step: str, pull: Callable[[], None]) -> Any:
-    """The declaration with one step that may raise. ``after`` and ``cleanup`` raise in place of the real step, except
-    cleanups of which the first instruction cannot fail: those raise once they have run."""
+    """The declaration with one step that may raise: ``before`` in front of the hook, ``after`` in place of what stands
+    behind its ``yield``, ``cleanup`` when all of it has run, whatever the target did."""
     if step == "idle":
         real_idle = patch.idle
 
@@ -226,26 +226,39 @@ def _with_fault(patch: Any, step: str, pull: Callable[[], None]) -> Any:
 
         # Only calls inside a session count, so that micro-batches are numbered alike on all ranks.
         return dataclasses.replace(patch, idle=lambda: real_idle() or idle())
-    real = patch.before
+    if patch.instead is not None:
+        real_instead = patch.instead
 
-    def before(call: Any) -> Any:
+        def instead(call: Any) -> Any:
+            pull()
+            return real_instead(call)
+
+        return dataclasses.replace(patch, instead=instead)
+    real = patch.around
+
+    def around(call: Any) -> Iterator[None]:
         if step == "before":
             pull()
-        advice = real(call)
-        held = getattr(advice, step, None) if step != "before" else None
-        if held is None:
-            return advice
+        hook = real(call)
+        try:
+            next(hook)
+        except StopIteration:
+            return
+        returned = False
+        try:
+            yield
+            if step == "after":
+                pull()
+            returned = True
+        finally:
+            if returned:
+                next(hook, None)
+            else:
+                hook.close()
+            if step == "cleanup":
+                pull()
 
-        def failing(*given: Any) -> Any:
-            if step == "cleanup" and patch.name in ("train-actor", "data-loader"):
-                held(*given)
-                return pull()
-            pull()
-            return held(*given)
-
-        return dataclasses.replace(advice, **{step: failing})
-
-    return dataclasses.replace(patch, before=before)
+    return dataclasses.replace(patch, around=around)
 
 
 def _around(original: Any, trigger: Trigger, *, before: bool) -> Any:
@@ -290,7 +303,7 @@ def _torn_write(original: Any, trigger: Trigger) -> Any:
 @contextlib.contextmanager
 def _replaced(module_name: str, path: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """Put ``make(original)`` in its place and wherever else a module has bound it; afterwards put everything back."""
-    from slime_instrument._patching.aliases import repoint
+    from slime_instrument._patching.apply import repoint
 
     owner: Any = importlib.import_module(module_name)
     *parents, attribute = path.split(".")

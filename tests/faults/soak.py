@@ -79,8 +79,10 @@ def _planted(fault: tuple[str, int, random.Random], rank: int, actor_module: Any
             pass
         elif kind == "raise":
             place, name = source.choice(
-                [(dumper, "contribute"), (dumper, "build_payload"), (dumper, "write_dump"), (exchange, "send")]
-                + [(zigzag.Sink, "feed"), (exchange.Agreement, "arrive"), (dumper, "provenance")]
+                [
+                    *((dumper, name) for name in ("contribute", "provenance", "build_payload", "write_dump")),
+                    *((exchange, "send"), (exchange.Agreement, "arrive"), (zigzag.Sink, "feed")),
+                ]
             )
             undo.enter_context(_replaced(place, name, lambda real: _raising(RuntimeError("planted"))))
         elif kind == "disk":

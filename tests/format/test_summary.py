@@ -132,6 +132,8 @@ def test_long_lists_are_described_as_lists(tmp_path: Path, kind: str, monkeypatc
     }
     path = builders.save(payloads[kind](), tmp_path / "7.pt")
     found = inspect_dump(path, sample=1)
-    monkeypatch.setattr("slime_instrument._format.unpickling.load_archive", lambda *_, **__: torch.load(path))
+    monkeypatch.setattr(
+        "slime_instrument._format.unpickling.load_archive", lambda *_, **__: (torch.load(path), lambda: None)
+    )
     assert found == inspect_dump(path, sample=1)
     assert "array" not in json.dumps(found)

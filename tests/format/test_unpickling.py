@@ -54,7 +54,7 @@ def mapped(path: Path, *, compact: bool = False) -> Any:
     """By the mapped loader alone: torch's does not help out."""
     archive = examine(path).archive
     assert archive is not None
-    return load_archive(path, archive, compact=compact)
+    return load_archive(path, archive, compact=compact)[0]
 
 
 def alike(one: Any, other: Any) -> bool:

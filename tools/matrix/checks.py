@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from slime_instrument._capture import LOCAL_KEY, POSITION_KEY
 from slime_instrument._format.schema import PROVENANCE
+from slime_instrument._hooks.capture import LOCAL_KEY, POSITION_KEY
 from slime_instrument._validate import validate_files
 from tools.matrix.agreement import check_agrees, probed
 from tools.matrix.compare import ADVANTAGE_FIELDS, differences, from_native, from_single, no_prompt

@@ -59,7 +59,7 @@ RECIPES = {
         Recipe("gspo", "GSPO", {"advantage_estimator": "gspo"}),
         Recipe("tis", "TIS", {"use_tis": True, **_MISMATCH}),
         Recipe("mismatch", "mismatch metrics, log-probs recomputed", {"get_mismatch_metrics": True, **_MISMATCH}),
-        Recipe("opsm", "OPSM", {"use_opsm": True, "opsm_delta": 0.1}),
+        Recipe("opsm", "OPSM", {"use_opsm": True, "opsm_delta": 0.1}, since="v0.2.1"),
         Recipe(
             "ref-kl",
             "reference model with KL in reward and loss",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from slime_instrument._analysis.evidence import Finding, View
+from slime_instrument._analysis.diagnosis import Finding
+from slime_instrument._analysis.evidence import View
 from slime_instrument._format.values import show
 
 CODE = "incomplete"
@@ -27,4 +28,4 @@ def find(view: View) -> Finding | None:
         "dp_shards": schedule.shards,
         "dp_shards_written": schedule.n_shards,
     }
-    return Finding(CODE, f"{message}. A rank's part was not written or its file is gone.", missing, evidence)
+    return Finding(CODE, f"{message}. A rank's part was not written or its file is gone.", tuple(missing), evidence)

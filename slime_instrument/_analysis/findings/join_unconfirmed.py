@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from slime_instrument._analysis.evidence import Finding, View
+from slime_instrument._analysis.diagnosis import Finding
+from slime_instrument._analysis.evidence import View
 from slime_instrument._analysis.swaps import swapped_by_tokens
 from slime_instrument._format.values import show
 
@@ -37,4 +38,4 @@ def find(view: View) -> Finding | None:
         "duplicate": sum(one.reason == "duplicate" for one in doubtful),
     }
     message = "; ".join(parts) + ". These are files of different rollouts, or samples were changed in between."
-    return Finding(CODE, message[0].upper() + message[1:], sorted(samples), evidence)
+    return Finding(CODE, message[0].upper() + message[1:], tuple(sorted(samples)), evidence)

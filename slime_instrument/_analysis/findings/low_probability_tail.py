@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from slime_instrument._analysis.evidence import Finding, View
+from slime_instrument._analysis.diagnosis import Finding
+from slime_instrument._analysis.evidence import View
 
 CODE = "low-probability-tail"
 ORDER = 95

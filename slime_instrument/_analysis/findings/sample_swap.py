@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from slime_instrument._analysis.evidence import Finding, View
+from slime_instrument._analysis.diagnosis import Finding
+from slime_instrument._analysis.evidence import View
 from slime_instrument._analysis.swaps import swapped_by_tokens, swapped_by_values
 from slime_instrument._format.values import show
 
@@ -26,4 +27,4 @@ def find(view: View) -> Finding | None:
         affected[torch.tensor(sorted(by_values))] = True
     message = f"{what} stand in each other's place: position {shown}. The order of samples changed between the sides."
     evidence = {"holds_values_of": {str(position): partner for position, partner in sorted(partners.items())}}
-    return Finding(CODE, message[0].upper() + message[1:], sorted(partners), evidence, view.tokens_of(affected))
+    return Finding(CODE, message[0].upper() + message[1:], tuple(sorted(partners)), evidence, view.tokens_of(affected))

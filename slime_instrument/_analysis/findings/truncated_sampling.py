@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from slime_instrument._analysis.evidence import Finding, View
+from slime_instrument._analysis.diagnosis import Finding
+from slime_instrument._analysis.evidence import View
 from slime_instrument._analysis.fits import fit_models
 
 CODE = "truncated-sampling"
