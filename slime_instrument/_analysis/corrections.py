@@ -18,7 +18,7 @@ from functools import cached_property
 
 import torch
 
-from slime_instrument._analysis.metrics.drift import turns
+from slime_instrument._analysis.drift import turns
 from slime_instrument._errors import InstrumentError, five_parts
 
 Value = float | str | bool | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -10,15 +11,17 @@ from typing import Any
 import torch
 
 from slime_instrument._analysis.corrections import Batch, Outcome, Policy, Value
-from slime_instrument._analysis.metrics.drift import turns
-from slime_instrument._analysis.metrics.limits import finite
+from slime_instrument._analysis.drift import turns
 from slime_instrument._analysis.read_pair import ReadPair
-from slime_instrument._analysis.table import KINDS, TokenTable
-from slime_instrument._analysis.tabulate import tabulate
+from slime_instrument._analysis.table import KINDS, TokenTable, tabulate
 from slime_instrument._format.values import length_of, number
 
 _MOST_VALUES = 6  # rewards with more different values than this are shown in quarters
 _MOST_TURNS = 4  # later turns are one group
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
@@ -56,17 +59,17 @@ class Tally:
     @property
     def mean_weight(self) -> float | None:
         """Mean weight, 0 for what is dropped; None without tokens or with weights that are not finite."""
-        return finite(self.weights / self.n_tokens) if self.n_tokens else None
+        return _finite(self.weights / self.n_tokens) if self.n_tokens else None
 
     @property
     def ess(self) -> float | None:
         """(Σw)² / (N Σw²); None where no token has a weight."""
-        return finite(self.weights**2 / (self.n_tokens * self.squares)) if self.squares else None
+        return _finite(self.weights**2 / (self.n_tokens * self.squares)) if self.squares else None
 
     @property
     def advantage_kept(self) -> float | None:
         """Σ|A·w| / Σ|A|; None without advantages, or where all are 0. Above 1 where weights are on average."""
-        return finite(self.signal_kept / self.signal) if self.signal and self.signal_kept is not None else None
+        return _finite(self.signal_kept / self.signal) if self.signal and self.signal_kept is not None else None
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -187,7 +190,7 @@ class Effect:
                 {
                     "rollout_id": rollout_id,
                     **tally.as_dict(),
-                    "reported": {name: finite(value) for name, value in reported.items()},
+                    "reported": {name: _finite(value) for name, value in reported.items()},
                 }
                 for rollout_id, tally, reported in self.rollouts
             ],
