@@ -12,11 +12,13 @@ import typer
 from slime_instrument import _switch as switch
 from slime_instrument import _waiting as waiting
 from slime_instrument._cli import (
+    audit,
     check,
     compare,
     convert,
     demo,
     export,
+    extract,
     inspect,
     report,
     run,
@@ -55,7 +57,8 @@ def _root(
     pass
 
 
-for _module in (status, check, run, demo, inspect, validate, compare, report, view, export, convert, what_if):
+_MODULES = (status, check, run, demo, inspect, validate, compare, report, view, what_if, audit, extract, export, convert)
+for _module in _MODULES:
     _module.register(app)
 
 
