@@ -329,23 +329,37 @@ class _Auditor:
             if values is None:
                 continue
             self.checked.append(name)
+            older = worked.older.get(name)
+            if older is not None and not self._differing(name, older):
+                if name == "advantages":
+                    self._add(
+                        "whitening-by-rank",
+                        "each context-parallel rank whitened its own tokens: the halves of one sequence were shifted "
+                        "and scaled differently (slime's releases up to v0.3.1 do this)",
+                        list(older),
+                    )
+                continue
             self._compare_field(name, values)
 
-    def _compare_field(self, name: str, expected: Mapping[int, torch.Tensor]) -> None:
-        off_masked: list[int] = []
-        off: list[int] = []
-        largest = 0.0
+    def _differing(self, name: str, expected: Mapping[int, torch.Tensor]) -> list[tuple[Pair, torch.Tensor, float]]:
+        """Samples whose field is another one: with the tokens that differ, and by how much they do."""
+        found = []
         for one in self.pair.joined.pairs:
             stored, wanted = _floats(one.train.get(name)), expected.get(one.position)
             if stored is None or wanted is None or len(stored) != len(wanted):
                 continue
             wrong = ~torch.isclose(stored, wanted, rtol=_CLOSE, atol=_CLOSE, equal_nan=True)
-            if not bool(wrong.any()):
-                continue
-            difference = (stored - wanted)[wrong].abs()
-            largest = max(largest, float(difference.nan_to_num(nan=math.inf).max()))
-            mask = _mask(one, len(stored))
-            (off if bool((wrong & mask).any()) else off_masked).append(one.position)
+            if bool(wrong.any()):
+                off = (stored - wanted)[wrong].abs().nan_to_num(nan=math.inf)
+                found.append((one, wrong, float(off.max())))
+        return found
+
+    def _compare_field(self, name: str, expected: Mapping[int, torch.Tensor]) -> None:
+        differing = self._differing(name, expected)
+        largest = max((size for _, _, size in differing), default=0.0)
+        counted = [bool((wrong & _mask(one, len(wrong))).any()) for one, wrong, _ in differing]
+        off = [one.position for (one, _, _), inside in zip(differing, counted, strict=True) if inside]
+        off_masked = [one.position for (one, _, _), inside in zip(differing, counted, strict=True) if not inside]
         kind = {"kl": "kl-mismatch", "returns": "return-mismatch", "advantages": "advantage-mismatch"}[name]
         self._add(
             kind,
@@ -478,10 +492,17 @@ class _Auditor:
 
 @dataclass(frozen=True)
 class _Worked:
-    """kl, returns and advantages worked out again: field -> position -> values, float64, shape ``(response,)``."""
+    """kl, returns and advantages worked out again.
+
+    Attributes:
+        fields: field -> position -> values, float64, shape ``(response,)``.
+        older: the same for fields that older releases of slime fill in another way.
+        unchecked: field -> why it could not be worked out.
+    """
 
     fields: Mapping[str, Mapping[int, torch.Tensor]]
     unchecked: Mapping[str, str]
+    older: Mapping[str, Mapping[int, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, pairs: Sequence[Pair], arguments: Mapping[str, Any], whole: ReadPair) -> _Worked:
@@ -496,6 +517,8 @@ class _Worked:
         gamma, lambd = number(arguments.get("gamma")), number(arguments.get("lambd"))
         returns: dict[int, torch.Tensor] = {}
         advantages: dict[int, torch.Tensor] = {}
+        older: dict[str, Mapping[int, torch.Tensor]] = {}
+        in_place: dict[int, torch.Tensor] = {}
         for one in pairs:
             reward = number(one.train.get("rewards"))
             mine = kl[one.position]
@@ -508,7 +531,7 @@ class _Worked:
                     return cls({}, {"advantages": "the train dump lacks values, gamma or lambd"})
                 tokens = -coefficient * mine
                 tokens[_last_of_rank_0(one, whole)] += reward
-                kl[one.position] = tokens  # slime adds both into the same tensor, and dumps it as kl
+                in_place[one.position] = tokens
                 advantages[one.position] = _gae(tokens, values, gamma, lambd)
                 returns[one.position] = advantages[one.position] + values
             elif estimator == "reinforce_plus_plus":
@@ -529,9 +552,14 @@ class _Worked:
                 )
             if estimator == "reinforce_plus_plus_baseline":
                 returns = dict(advantages)
+        if in_place:  # up to #2266 slime adds the rewards into the very tensors that it dumps as kl
+            older["kl"] = in_place
         if arguments.get("normalize_advantages"):
-            advantages = _whitened(pairs, advantages, whole)
-        return cls({"kl": kl, "returns": returns, "advantages": advantages}, {})
+            parallel = whole.provenance.context_parallel or 1
+            if parallel > 1:
+                older["advantages"] = _whitened(pairs, advantages, parallel)
+            advantages = _whitened(pairs, advantages, 1)
+        return cls({"kl": kl, "returns": returns, "advantages": advantages}, {}, older)
 
 
 def _why_not(pairs: Sequence[Pair], arguments: Mapping[str, Any]) -> str | None:
@@ -614,11 +642,9 @@ def _distilled(pairs: Sequence[Pair], arguments: Mapping[str, Any], advantages: 
     return True
 
 
-def _whitened(
-    pairs: Sequence[Pair], advantages: Mapping[int, torch.Tensor], whole: ReadPair
-) -> dict[int, torch.Tensor]:
-    """Mean 0 and variance 1 over the tokens with mask 1. Each context-parallel rank takes its own tokens alone."""
-    parallel = whole.provenance.context_parallel or 1
+def _whitened(pairs: Sequence[Pair], advantages: Mapping[int, torch.Tensor], parallel: int) -> dict[int, torch.Tensor]:
+    """Mean 0 and variance 1 over the tokens with mask 1; with ``parallel`` above 1 over those of each context-parallel
+    rank alone."""
     found = {position: values.clone() for position, values in advantages.items()}
     for rank in range(parallel):
         places: dict[int, list[int]] = {}

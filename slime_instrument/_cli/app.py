@@ -57,8 +57,8 @@ def _root(
     pass
 
 
-_MODULES = (status, check, run, demo, inspect, validate, compare, report, view, what_if, audit, extract, export, convert)
-for _module in _MODULES:
+_LOOKING = (status, check, run, demo, inspect, validate, compare, report, view, what_if, audit)
+for _module in (*_LOOKING, extract, export, convert):
     _module.register(app)
 
 

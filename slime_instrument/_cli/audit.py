@@ -24,12 +24,14 @@ from slime_instrument._cli.output import (
 
 if TYPE_CHECKING:
     from slime_instrument._analysis.audit import Audit
+    from slime_instrument._analysis.gradient import Gradient
 
 _EPILOG = (
     "Examples: slime-instrument audit /data/run7; slime-instrument audit rollout_data/0.pt train_data/0.pt "
     "--argument advantage_estimator=grpo --argument n_samples_per_prompt=8 --argument rollout_batch_size=32"
 )
 _SHOWN = 8
+_MOVED = 3
 
 
 def audit(
@@ -50,6 +52,7 @@ def audit(
     """
     with reporting_errors(as_json=json), progress("reading") as say:
         from slime_instrument._analysis import audit as analysis
+        from slime_instrument._analysis.gradient import loss_gradient
         from slime_instrument._analysis.read_pair import read_pair
         from slime_instrument._format.pairs import find_pairs, no_pairs
 
@@ -57,18 +60,21 @@ def audit(
         pairing = find_pairs(dumps, allow_pickle=allow_pickle)
         if not pairing.pairs:
             raise no_pairs(dumps, pairing, "Nothing was audited.")
-        audits: list[Audit] = []
+        audits: list[tuple[Audit, Gradient]] = []
         for pair in pairing.pairs:
             say(f"{pair.name} ({len(audits) + 1} of {len(pairing.pairs)})")
-            audits.append(analysis.audit(read_pair(pair, allow_pickle=allow_pickle), given))
+            both = read_pair(pair, allow_pickle=allow_pickle)
+            audits.append((analysis.audit(both, given), loss_gradient(both, given)))
     for left in pairing.skipped:
         note(f"slime-instrument: not used: {left.file}: {left.reason}")
     if json:
-        print_json(audits[0].as_dict() if len(audits) == 1 else {"rollouts": [one.as_dict() for one in audits]})
+        records = [{**one.as_dict(), "gradient": gradient.as_dict()} for one, gradient in audits]
+        print_json(records[0] if len(records) == 1 else {"rollouts": records})
     else:
-        for one in audits:
+        for one, gradient in audits:
             _print(one)
-    if any(one.findings for one in audits):
+            _print_gradient(gradient)
+    if any(one.findings for one, _ in audits):
         finish(WRONG)
     if pairing.unreadable:
         finish(CANNOT_LOOK)
@@ -106,6 +112,19 @@ def _print(one: Audit) -> None:
         out.print(f"  positions {positions}{more}")
     if not one.findings:
         out.print("[green]no findings[/]")
+
+
+def _print_gradient(gradient: Gradient) -> None:
+    out = console()
+    for share in gradient.shares[:_MOVED]:
+        out.print(
+            f"  moved the model: position {share.position} carries {100 * share.share:.3g} % of its step's "
+            f"|∂loss/∂log π|, {share.times_ordinary:.3g} times an equal part"
+        )
+    for reason, samples in gradient.unknown.items():
+        out.print(f"  not in that: {len(samples)} samples: {shown(reason)}")
+    for text in gradient.notes:
+        out.print(f"  {shown(text)}")
 
 
 def register(app: typer.Typer) -> None:
