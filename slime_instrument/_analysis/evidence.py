@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,37 @@ from slime_instrument._analysis.table import TokenTable
 from slime_instrument._format.plain import plain_value
 from slime_instrument._format.records import RolloutDump, TrainDump
 
-__all__ = ["Finding", "View"]
+__all__ = ["Estimate", "Finding", "View"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The number behind a finding.
+
+    Attributes:
+        name: what is estimated, such as ``temperature`` or ``mass``.
+        value, low, high: the estimate and the interval that holds the truth in about 95 of 100 cases.
+        n_tokens: trained tokens that it rests on.
+        needed: the fewest such tokens with which this would still have been named, at the same size of the fault.
+        looks_like: what else would show in the same way.
+    """
+
+    name: str
+    value: float
+    low: float
+    high: float
+    n_tokens: int
+    needed: int
+    looks_like: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        found = plain_value(vars(self) | {"looks_like": list(self.looks_like)})
+        assert isinstance(found, dict)
+        return found
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
 
 
 @dataclass(frozen=True)
@@ -30,21 +60,24 @@ class Finding:
         samples: rollout positions of the samples that show it.
         evidence: the numbers, as plain values.
         tokens: the tokens that this explains, bool, shape ``(N,)``; later findings do not look at them.
+        estimate: the size of the fault, where it has one.
     """
 
     code: str
     message: str
-    samples: list[int]
-    evidence: dict[str, Any] = field(default_factory=dict)
+    samples: tuple[int, ...]
+    evidence: Mapping[str, Any] = field(default_factory=dict)
     tokens: torch.Tensor | None = None
+    estimate: Estimate | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Without ``tokens``, as plain values; what is not finite is None."""
         return {
             "code": self.code,
             "message": self.message,
-            "samples": self.samples,
-            "evidence": plain_value(self.evidence),
+            "samples": list(self.samples),
+            "evidence": plain_value(dict(self.evidence)),
+            "estimate": self.estimate.as_dict() if self.estimate else None,
         }
 
 
@@ -130,12 +163,13 @@ class View:
         """Sums of a ``(K,)`` tensor over each pair, float64, shape ``(S,)``."""
         return torch.bincount(self.sample, weights=values, minlength=len(self.table.lengths)).double()
 
-    def positions(self, pairs: torch.Tensor | list[int]) -> list[int]:
-        """Rollout positions of pairs, given by their number, in order and each once."""
-        numbers = pairs.tolist() if isinstance(pairs, torch.Tensor) else pairs
-        return sorted({self.table.pairs[i].position for i in numbers})
+    def positions(self, pairs: torch.Tensor | list[int]) -> tuple[int, ...]:
+        """Rollout positions of pairs, given by their numbers or as a ``(S,)`` bool tensor, in order and each once."""
+        if isinstance(pairs, torch.Tensor):
+            pairs = pairs.nonzero().flatten().tolist() if pairs.dtype == torch.bool else pairs.tolist()
+        return tuple(sorted({self.table.pairs[i].position for i in pairs}))
 
-    def positions_with(self, tokens: torch.Tensor) -> list[int]:
+    def positions_with(self, tokens: torch.Tensor) -> tuple[int, ...]:
         """Rollout positions of the pairs that have any of the tokens, bool, shape ``(N,)``."""
         return self.positions(self.pairs_with(tokens))
 

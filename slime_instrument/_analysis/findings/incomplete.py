@@ -27,4 +27,4 @@ def find(view: View) -> Finding | None:
         "dp_shards": schedule.shards,
         "dp_shards_written": schedule.n_shards,
     }
-    return Finding(CODE, f"{message}. A rank's part was not written or its file is gone.", missing, evidence)
+    return Finding(CODE, f"{message}. A rank's part was not written or its file is gone.", tuple(missing), evidence)

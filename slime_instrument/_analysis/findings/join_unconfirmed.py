@@ -37,4 +37,4 @@ def find(view: View) -> Finding | None:
         "duplicate": sum(one.reason == "duplicate" for one in doubtful),
     }
     message = "; ".join(parts) + ". These are files of different rollouts, or samples were changed in between."
-    return Finding(CODE, message[0].upper() + message[1:], sorted(samples), evidence)
+    return Finding(CODE, message[0].upper() + message[1:], tuple(sorted(samples)), evidence)

@@ -26,4 +26,4 @@ def find(view: View) -> Finding | None:
         affected[torch.tensor(sorted(by_values))] = True
     message = f"{what} stand in each other's place: position {shown}. The order of samples changed between the sides."
     evidence = {"holds_values_of": {str(position): partner for position, partner in sorted(partners.items())}}
-    return Finding(CODE, message[0].upper() + message[1:], sorted(partners), evidence, view.tokens_of(affected))
+    return Finding(CODE, message[0].upper() + message[1:], tuple(sorted(partners)), evidence, view.tokens_of(affected))
