@@ -17,7 +17,7 @@ from typing import Any
 import prompts
 import settings as declared
 import torch
-from settings import Sampling, Setting, Training
+from settings import Sampling, Setting
 
 LATEST = 12  # version of the newest weights
 UPDATES = 4  # AdamW steps between the engine's weights and the updated ones
@@ -95,12 +95,9 @@ def requests_of(setting: Setting, model: Model) -> list[Request]:
         question = questions[i // declared.ANSWERS]
         prompt = model.prompt(question, prompts.SYSTEM)
         sampling = setting.sampling if i in concerned else plain
-        theirs = {
-            "same": lambda: prompt,
-            "no-first-token": lambda: prompt[1:],
-            "other-system": lambda: model.prompt(question, prompts.OTHER_SYSTEM),
-            "no-system": lambda: model.prompt(question, None),
-        }[sampling.prompt]()
+        system = {"other-system": prompts.OTHER_SYSTEM, "no-system": None}.get(sampling.prompt, prompts.SYSTEM)
+        theirs = model.prompt(question, system)
+        theirs = theirs[1:] if sampling.prompt == "no-first-token" else theirs
         found.append(Request(prompt, theirs, sampling, 1000 * declared.SEEDS[setting.half] + i))
     return found
 
@@ -110,8 +107,14 @@ class Vllm:
         from vllm import LLM
 
         self.engine = LLM(
-            model=str(folder), dtype="bfloat16", enforce_eager=True, logprobs_mode="processed_logprobs",
-            max_model_len=512, generation_config="vllm", seed=0, disable_log_stats=True,
+            model=str(folder),
+            dtype="bfloat16",
+            enforce_eager=True,
+            logprobs_mode="processed_logprobs",
+            max_model_len=512,
+            generation_config="vllm",
+            seed=0,
+            disable_log_stats=True,
         )
 
     def sample(self, requests: list[Request]) -> list[Answer]:
@@ -119,10 +122,16 @@ class Vllm:
 
         wanted = [
             SamplingParams(
-                temperature=one.sampling.temperature, top_p=one.sampling.top_p, top_k=one.sampling.top_k,
-                min_p=one.sampling.min_p, repetition_penalty=one.sampling.repetition,
-                presence_penalty=one.sampling.presence, frequency_penalty=one.sampling.frequency,
-                max_tokens=declared.MOST_TOKENS, logprobs=0, seed=one.seed,
+                temperature=one.sampling.temperature,
+                top_p=one.sampling.top_p,
+                top_k=one.sampling.top_k,
+                min_p=one.sampling.min_p,
+                repetition_penalty=one.sampling.repetition,
+                presence_penalty=one.sampling.presence,
+                frequency_penalty=one.sampling.frequency,
+                max_tokens=declared.MOST_TOKENS,
+                logprobs=0,
+                seed=one.seed,
             )
             for one in requests
         ]
@@ -138,6 +147,51 @@ class Vllm:
     def close(self) -> None:
         del self.engine
         gc.collect()
+
+
+class Transformers:
+    """A stand-in where no engine runs: transformers in bf16 with a key/value cache, and the sampler written out here."""
+
+    def __init__(self, model: Model) -> None:
+        self.net = model.load(torch.bfloat16)
+        self.end = model.tokenizer.eos_token_id
+
+    @torch.inference_mode()
+    def sample(self, requests: list[Request]) -> list[Answer]:
+        longest = max(len(one.engine_prompt) for one in requests)
+        pads = [longest - len(one.engine_prompt) for one in requests]
+        ids = torch.tensor([[0] * pad + one.engine_prompt for pad, one in zip(pads, requests, strict=True)])
+        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in pads])
+        place = (mask.cumsum(1) - 1).clamp(min=0)
+        randoms = [torch.Generator().manual_seed(one.seed) for one in requests]
+        found = [Answer(one.prompt, [], []) for one in requests]
+        done, cache = [False] * len(requests), None
+        for _ in range(declared.MOST_TOKENS):
+            out = self.net.model(
+                input_ids=ids, attention_mask=mask, position_ids=place, past_key_values=cache, use_cache=True
+            )
+            cache = out.past_key_values
+            logits = logits_of(self.net, out.last_hidden_state[:, -1], "float32")
+            tokens = []
+            for i, one in enumerate(requests):
+                if done[i]:
+                    tokens.append(self.end)
+                    continue
+                said = processed(logits[i], one.engine_prompt + found[i].tokens, found[i].tokens, one.sampling)
+                token = int(torch.multinomial(said.exp(), 1, generator=randoms[i]))
+                found[i].tokens.append(token)
+                found[i].log_probs.append(float(said[token]))
+                tokens.append(token)
+                done[i] = token == self.end
+            if all(done):
+                break
+            ids = torch.tensor(tokens)[:, None]
+            mask = torch.cat([mask, torch.ones(len(mask), 1, dtype=mask.dtype)], 1)
+            place = place[:, -1:] + 1
+        return found
+
+    def close(self) -> None:
+        del self.net
 
 
 class LlamaCpp:
@@ -219,8 +273,8 @@ def updated(model: Model, answers: list[Answer], folder: Path, seed: int) -> Pat
         advantages = torch.randn(len(chosen), generator=random)
         loss = torch.zeros(())
         for answer, advantage in zip(chosen, advantages, strict=True):
-            logits, _ = logits_of(net, [answer], "float32")
-            picked = logits[0].log_softmax(-1).gather(1, torch.tensor(answer.tokens)[:, None])
+            logits = logits_of(net, hidden_of(net, [answer])[0], "float32")
+            picked = logits.log_softmax(-1).gather(1, torch.tensor(answer.tokens)[:, None])
             loss = loss - advantage * picked.mean() / len(chosen)
         loss.backward()
         optimizer.step()
@@ -230,35 +284,45 @@ def updated(model: Model, answers: list[Answer], folder: Path, seed: int) -> Pat
     return folder
 
 
-def logits_of(net: Any, answers: list[Answer], head: str) -> tuple[list[torch.Tensor], None]:
-    """Float32 logits of the response tokens of each answer, one padded forward for all."""
+def hidden_of(net: Any, answers: list[Answer]) -> list[torch.Tensor]:
+    """The hidden states from which each sampled token is predicted, one padded forward for all answers."""
     rows = [answer.prompt + answer.tokens for answer in answers]
     longest = max(map(len, rows))
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
     seen = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
     hidden = net.model(input_ids=ids, attention_mask=seen).last_hidden_state
-    found = []
-    for i, answer in enumerate(answers):
-        start, n = len(answer.prompt) - 1, len(answer.tokens)
-        own = hidden[i, start : start + n]
-        weight = net.lm_head.weight
-        logits = own.float() @ weight.float().T if head == "float32" else (own @ weight.T).float()
-        found.append(logits)
-    return found, None
+    starts = [len(answer.prompt) - 1 for answer in answers]
+    return [hidden[i, start : start + len(answers[i].tokens)] for i, start in enumerate(starts)]
+
+
+def logits_of(net: Any, hidden: torch.Tensor, head: str) -> torch.Tensor:
+    """Float32 logits; the product itself is formed in the type that ``head`` names."""
+    weight = net.lm_head.weight
+    return hidden.float() @ weight.float().T if head == "float32" else (hidden.bfloat16() @ weight.bfloat16().T).float()
 
 
 @torch.inference_mode()
-def train_side(net: Any, answers: list[Answer], training: Training) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Log-prob of each sampled token and entropy of its position, as training computes them."""
+def train_side(
+    net: Any, answers: list[Answer], wanted: list[Setting]
+) -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Per setting: the log-prob of each sampled token and the entropy of its position, as training computes them.
+
+    The settings share weights and type, so that one forward serves all of them.
+    """
     order = sorted(range(len(answers)), key=lambda i: len(answers[i].prompt) + len(answers[i].tokens))
-    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    found: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {one.name: {} for one in wanted}
+    heads = sorted({one.training.head for one in wanted})
     for start in range(0, len(order), BATCH):
         own = order[start : start + BATCH]
-        for i, logits in zip(own, logits_of(net, [answers[i] for i in own], training.head)[0], strict=True):
-            scores = (logits / training.temperature).log_softmax(-1)
-            picked = scores.gather(1, torch.tensor(answers[i].tokens)[:, None])[:, 0]
-            found[i] = picked, -(scores.exp() * scores).sum(-1)
-    return [found[i] for i in range(len(answers))]
+        rows = hidden_of(net, [answers[i] for i in own])
+        for i, row in zip(own, rows, strict=True):
+            tokens = torch.tensor(answers[i].tokens)[:, None]
+            logits = {head: logits_of(net, row, head) for head in heads}
+            for one in wanted:
+                scores = (logits[one.training.head] / one.training.temperature).log_softmax(-1)
+                entropy = -(scores.exp() * scores).sum(-1) if one.training.entropy else scores.new_zeros(0)
+                found[one.name][i] = scores.gather(1, tokens)[:, 0], entropy
+    return {name: [own[i] for i in range(len(answers))] for name, own in found.items()}
 
 
 def write(setting: Setting, answers: list[Answer], trained: list[tuple[torch.Tensor, torch.Tensor]], out: Path) -> None:
@@ -273,15 +337,28 @@ def write(setting: Setting, answers: list[Answer], trained: list[tuple[torch.Ten
         ids, n = answer.prompt + answer.tokens, len(answer.tokens)
         rollout.append(
             {
-                "index": i, "group_index": i // declared.ANSWERS, "tokens": ids, "response_length": n,
-                "rollout_log_probs": logged.tolist(), "reward": 0.0, "loss_mask": None, "status": "completed",
-                "weight_versions": [str(answer.version)], "remove_sample": False,
+                "index": i,
+                "group_index": i // declared.ANSWERS,
+                "tokens": ids,
+                "response_length": n,
+                "rollout_log_probs": logged.tolist(),
+                "reward": 0.0,
+                "loss_mask": None,
+                "status": "completed",
+                "weight_versions": [str(answer.version)],
+                "remove_sample": False,
             }
         )
         sample = {
-            "data_parallel_rank": 0, "rollout_position": i, "sample_index": i, "tokens": torch.tensor(ids),
-            "response_lengths": n, "total_lengths": len(ids), "loss_masks": torch.ones(n, dtype=torch.int32),
-            "rollout_log_probs": logged, "log_probs": log_probs.float(),
+            "data_parallel_rank": 0,
+            "rollout_position": i,
+            "sample_index": i,
+            "tokens": torch.tensor(ids),
+            "response_lengths": n,
+            "total_lengths": len(ids),
+            "loss_masks": torch.ones(n, dtype=torch.int32),
+            "rollout_log_probs": logged,
+            "log_probs": log_probs.float(),
         }
         train.append(sample | ({"entropy": entropy} if setting.training.entropy else {}))
     shard = {"rank": 0, "data_parallel_rank": 0, "partition": list(range(len(train)))}
@@ -302,25 +379,14 @@ def mixed(setting: Setting, older: list[Answer], newer: list[Answer]) -> list[An
     ]
 
 
-def sampled(engine: Any, wanted: list[Setting], model: Model) -> dict[str, list[Answer]]:
-    """Answers by setting; settings that sample alike share them. All requests go to the engine together."""
-    by_sampling: dict[Sampling, list[Request]] = {}
-    for setting in wanted:
-        by_sampling.setdefault(setting.sampling, requests_of(setting, model))
-    answers = engine.sample([request for requests in by_sampling.values() for request in requests])
-    found, place = {}, 0
-    for sampling, requests in by_sampling.items():
-        found[sampling] = answers[place : place + len(requests)]
-        place += len(requests)
-    return {setting.name: found[setting.sampling] for setting in wanted}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("gguf", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("half", choices=declared.HALVES)
     parser.add_argument("--engine", choices=("vllm", "llama.cpp"), required=True)
+    parser.add_argument("--stand-in", action="store_true", help="transformers plays the engine")
+    parser.add_argument("--again", action="store_true", help="make the pairs that are there already, too")
     options = parser.parse_args()
     began = time.perf_counter()
 
@@ -328,33 +394,55 @@ def main() -> None:
         print(f"[{time.perf_counter() - began:6.0f} s] {what}", flush=True)
 
     model = Model(options.gguf, options.folder / "checkpoint")
-    wanted = [one for one in declared.settings(options.half) if one.engine == options.engine]
-    out = options.folder / options.half
+    out = options.folder / (f"{options.half}-stand-in" if options.stand_in else options.half)
     newer_folder = options.folder / f"updated-{options.half}"
-    engine = Vllm(model.folder) if options.engine == "vllm" else LlamaCpp(options.gguf)
-    said(f"{options.engine} is loaded")
-    answers = sampled(engine, [one for one in wanted if not one.mixture], model)
-    said(f"sampled {sum(len(one.tokens) for own in answers.values() for one in own)} tokens, shared ones counted twice")
-    if options.engine == "vllm":
-        engine.close()
-        clean = next(one for one in wanted if one.sampling == Sampling() and not one.mixture)
-        older = answers[clean.name]
-        updated(model, older, newer_folder, declared.SEEDS[options.half])
-        engine = Vllm(newer_folder)
-        newer = engine.sample(requests_of(clean, model))
-        engine.close()
-        answers |= {one.name: mixed(one, older, newer) for one in wanted if one.mixture}
-        said("sampled from the updated weights")
-    groups: dict[tuple[str, str], list[Setting]] = defaultdict(list)
-    for setting in wanted:
-        groups[setting.training.weights, setting.training.dtype].append(setting)
-    for (weights, dtype), own in groups.items():
-        net = model.load(getattr(torch, dtype), newer_folder if weights == "updated" else None)
-        if weights in ("fp8", "int4"):
-            rounded(net, weights)
-        for setting in own:
-            write(setting, answers[setting.name], train_side(net, answers[setting.name], setting.training), out)
-        said(f"training's log-probs of {len(own)} pairs with {weights} weights in {dtype}")
+    engine: Any
+    if options.stand_in:
+        engine = Transformers(model)
+    else:
+        engine = Vllm(model.folder) if options.engine == "vllm" else LlamaCpp(options.gguf)
+    said(f"{'transformers' if options.stand_in else options.engine} is loaded")
+    nets: dict[tuple[str, str], Any] = {}
+
+    def made(wanted: list[Setting], answers: list[Answer]) -> None:
+        """Training's side of settings that share their answers; every pair is written as soon as it is there."""
+        groups: dict[tuple[str, str], list[Setting]] = defaultdict(list)
+        for one in wanted:
+            groups[one.training.weights, one.training.dtype].append(one)
+        for (weights, dtype), own in groups.items():
+            if (weights, dtype) not in nets:
+                net = model.load(getattr(torch, dtype), newer_folder if weights == "updated" else None)
+                nets[weights, dtype] = rounded(net, weights) if weights in ("fp8", "int4") else net
+            trained = train_side(nets[weights, dtype], answers, own)
+            for one in own:
+                write(one, answers, trained[one.name], out)
+            said(f"{len(answers)} answers, {weights} weights in {dtype}: {', '.join(one.name for one in own)}")
+
+    clean: list[Answer] = []
+    for wanted in declared.by_sampling(options.half, options.engine):
+        missing = [one for one in wanted if options.again or not (out / one.folder).exists()]
+        needed_later = wanted[0].sampling == Sampling() and not wanted[0].mixture
+        if not missing and not (needed_later and options.engine == "vllm"):
+            continue
+        if wanted[0].mixture:
+            engine.close()
+            newer_weights = updated(model, clean, newer_folder, declared.SEEDS[options.half])
+            if options.stand_in:
+                newer_model = Model(options.gguf, newer_weights)
+                engine = Transformers(newer_model)
+            else:
+                engine = Vllm(newer_weights)
+            newer = engine.sample(requests_of(wanted[0], model))
+            for one in missing:
+                made([one], mixed(one, clean, newer))
+            continue
+        answers = engine.sample(requests_of(wanted[0], model))
+        if needed_later:
+            clean = answers
+            if any(one.training.weights == "updated" for one in missing):
+                updated(model, clean, newer_folder, declared.SEEDS[options.half])
+        if missing:
+            made(missing, answers)
     said("done")
 
 

@@ -9,7 +9,7 @@ Half = Literal["calibration", "judged"]
 HALVES: tuple[Half, ...] = ("calibration", "judged")
 SEEDS: dict[Half, int] = {"calibration": 11, "judged": 2026}
 ANSWERS = 4  # per prompt
-MOST_TOKENS = 64  # per answer
+MOST_TOKENS = 48  # per answer
 UNEXPLAINED = "unexplained-mismatch"
 
 
@@ -34,7 +34,7 @@ class Training:
     """How training computes its log-probs. ``weights``: those of the engine, rounded, or some updates further on."""
 
     temperature: float = 1.0
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] = "float32"  # without bf16 instructions, float32 is several times faster
     weights: Literal["base", "fp8", "int4", "updated"] = "base"
     head: Literal["float32", "bfloat16"] = "float32"
     stored: Literal["float32", "bfloat16"] = "float32"
@@ -95,20 +95,27 @@ _VALUES: dict[Half, dict[str, tuple[float, ...]]] = {
 
 
 def settings(half: Half) -> list[Setting]:
-    """The pairs of one half, those of one engine together."""
+    """The pairs of one half, those of one engine together, in the order in which they are made."""
     return [*_vllm(half), *_llama(half)]
+
+
+def by_sampling(half: Half, engine: str) -> list[list[Setting]]:
+    """The settings of an engine, those together that share their sampled tokens; mixtures last."""
+    found: dict[tuple[bool, Sampling], list[Setting]] = {}
+    for one in settings(half):
+        if one.engine == engine:
+            found.setdefault((one.mixture > 0, one.sampling), []).append(one)
+    return [own for _, own in sorted(found.items(), key=lambda item: item[0][0])]
 
 
 def _vllm(half: Half) -> list[Setting]:
     values, judged = _VALUES[half], half == "judged"
     both = 0.75 if judged else 0.85
     found = [
-        Setting("clean bf16", half),
-        Setting("clean, fp32 trainer", half, training=Training(dtype="float32")),
+        Setting("clean, fp32 trainer", half),
+        Setting("clean, bf16 trainer", half, training=Training(dtype="bfloat16")),
         Setting("clean, bf16 LM head", half, training=Training(head="bfloat16")),
-        Setting(
-            f"clean, {both} on both sides", half, sampling=Sampling(both), training=Training(temperature=both)
-        ),
+        Setting(f"clean, {both} on both sides", half, sampling=Sampling(both), training=Training(temperature=both)),
         Setting("fp8 trainer", half, allowed=(UNEXPLAINED,), training=Training(weights="fp8")),
         Setting("int4 trainer", half, (UNEXPLAINED,), training=Training(weights="int4")),
         Setting("trainer one update ahead", half, training=Training(weights="updated")),
@@ -121,7 +128,11 @@ def _vllm(half: Half) -> list[Setting]:
     t = values["engine"][1]
     found.append(
         Setting(
-            f"engine at {t}, entropies", half, ("temperature",), truth=t, sampling=Sampling(t),
+            f"engine at {t}, entropies",
+            half,
+            ("temperature",),
+            truth=t,
+            sampling=Sampling(t),
             training=Training(entropy=True),
         )
     )
@@ -137,7 +148,10 @@ def _vllm(half: Half) -> list[Setting]:
     found += [
         Setting("first prompt token missing", half, context, sampling=Sampling(prompt="no-first-token")),
         Setting(
-            "another system prompt" if judged else "no system prompt", half, context, (UNEXPLAINED,),
+            "another system prompt" if judged else "no system prompt",
+            half,
+            context,
+            (UNEXPLAINED,),
             sampling=Sampling(prompt="other-system" if judged else "no-system"),
         ),
     ]
@@ -156,8 +170,11 @@ def _vllm(half: Half) -> list[Setting]:
     hot = Sampling(0.7 if judged else 0.8, top_p=0.95 if judged else 0.9)
     found.append(
         Setting(
-            f"engine at {hot.temperature} and top-p {hot.top_p}", half, ("temperature", "truncated-sampling"),
-            truth=hot.temperature, sampling=hot,
+            f"engine at {hot.temperature} and top-p {hot.top_p}",
+            half,
+            ("temperature", "truncated-sampling"),
+            truth=hot.temperature,
+            sampling=hot,
         )
     )
     rounding = ("dtype-rounding",)
@@ -179,8 +196,12 @@ def _llama(half: Half) -> list[Setting]:
         Setting(f"top-p {p}", half, ("truncated-sampling",), sampling=Sampling(top_p=p)),
         Setting(f"repetition penalty {r}", half, ("sampling-penalty",), sampling=Sampling(repetition=r)),
         Setting(
-            f"log-probs logged before temperature {raw}, trainer at {raw}", half, ("temperature",), truth=1 / raw,
-            sampling=Sampling(raw, raw_log_probs=True), training=Training(temperature=raw),
+            f"log-probs logged before temperature {raw}, trainer at {raw}",
+            half,
+            ("temperature",),
+            truth=1 / raw,
+            sampling=Sampling(raw, raw_log_probs=True),
+            training=Training(temperature=raw),
         ),
     ]
     return [replace(one, engine="llama.cpp") for one in plain]

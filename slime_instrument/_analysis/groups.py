@@ -1,6 +1,6 @@
-"""Samples that differ alike: a fault may concern some samples only, and in a mean over all of them it looks like another.
+"""Samples that differ alike: a fault may concern some samples only, and a mean over all makes it look like another.
 
-The level of a sample is its mismatch in nats of logit (:attr:`Moments.level`). Two groups are told apart where one normal
+The level of a sample is its mismatch in nats of logit, Σ\\|δ\\| / Σ(1 - μ). Two groups are told apart where one normal
 distribution of log-levels is clearly a worse description than two, and the two hardly overlap.
 """
 
@@ -21,6 +21,7 @@ _SAMPLES = 3  # in the smaller group
 _APART = 3.0  # means of the groups, in standard deviations within them
 _TIMES = 1.6  # and as a ratio of levels
 _BETTER = 12.0  # log-likelihood that two groups must gain for their two further parameters
+_ENOUGH = 1 << 19  # tokens of a group; more do not make anything clearer
 _FLOOR = 1e-3  # nats of logit; smaller levels are alike
 
 
@@ -30,48 +31,68 @@ class Group:
 
     Attributes:
         pairs: which pairs, bool, shape ``(S,)``.
-        moments: theirs.
         part: ``all``, or ``some`` and ``others`` where the levels of samples fall into two groups.
+        moments: the sums of their tokens; of many tokens, those of some pairs, evenly spread over the group.
     """
 
     pairs: torch.Tensor
-    moments: Moments
     part: str
+    moments: Moments
 
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that the moments rest on."""
+        return int(self.moments.total("n"))
 
-def moments_of(view: View) -> Moments:
-    """The sums of the open tokens, made once for a view."""
-    if "moments" not in view.memo:
-        view.memo["moments"] = Moments.of(view.blocks(), len(view.table.lengths))
-    moments: Moments = view.memo["moments"]
-    return moments
+    @property
+    def level(self) -> float:
+        """Mismatch in nats of logit; 0 where every token is certain."""
+        scale = self.moments.total("scale")
+        return self.moments.total("size") / scale if scale > 0 else 0.0
 
 
 def groups(view: View) -> tuple[Group, ...]:
     """All samples with open tokens, or two groups of them, the one with the larger mismatch first."""
     if "groups" not in view.memo:
-        view.memo["groups"] = _groups(moments_of(view))
+        view.memo["groups"] = tuple(Group(pairs, part, moments_of(view, pairs)) for pairs, part in _parts(view))
     found: tuple[Group, ...] = view.memo["groups"]
     return found
 
 
-def _groups(moments: Moments) -> tuple[Group, ...]:
-    present = moments.n > 0
+def moments_of(view: View, pairs: torch.Tensor) -> Moments:
+    """The sums of the open tokens of some pairs, bool, shape ``(S,)``, or of as many of them as are enough."""
+    counts = view.counts
+    total = float(counts[pairs].sum())
+    if total > _ENOUGH:
+        order = pairs.nonzero().flatten()
+        step = math.ceil(len(order) / max(1, round(len(order) * _ENOUGH / total)))
+        pairs = torch.zeros_like(pairs)
+        pairs[order[::step]] = True
+    if bool(pairs[counts > 0].all()):
+        return Moments.of(view.blocks(), len(counts)).only(pairs)
+    return Moments.of(view.table.blocks(view.open & view.tokens_of(pairs)), len(counts)).only(pairs)
+
+
+def _parts(view: View) -> list[tuple[torch.Tensor, str]]:
+    present = view.counts > 0
     if not bool(present.any()):
-        return ()
-    edge = _edge(moments)
+        return []
+    scale = torch.zeros(len(view.counts), dtype=torch.float64)
+    for block in view.blocks():
+        if len(block):
+            # Float32 is enough for what only weighs samples against each other.
+            scale[block.pairs] = block.sums(-torch.expm1(block.rollout.clamp(max=0.0))).double()
+    level = (view.pair_sums.size / scale).nan_to_num(0.0, posinf=0.0)
+    edge = _edge(level[(view.counts >= _TOKENS) & (scale > 0)])
     if edge is None:
-        return (Group(present, moments.only(present), "all"),)
-    level = moments.level.nan_to_num(0.0)
+        return [(present, "all")]
     high = present & (level > edge)
-    low = present & ~high
-    return Group(high, moments.only(high), "some"), Group(low, moments.only(low), "others")
+    return [(high, "some"), (present & ~high, "others")]
 
 
-def _edge(moments: Moments) -> float | None:
+def _edge(level: torch.Tensor) -> float | None:
     """The level between two groups; None where there is one group."""
-    telling = (moments.n >= _TOKENS) & (moments.scale > 0)
-    x = (moments.level[telling] + _FLOOR).log().sort().values
+    x = (level + _FLOOR).log().sort().values
     n = len(x)
     if n < 2 * _SAMPLES:
         return None

@@ -3,8 +3,8 @@
 Write ρ = exp δ. Three identities hold position by position, whatever the two distributions are:
 
 - E[ρ] is the mass of π on what μ could sample: 1 for every full distribution, less where sampling was truncated.
-- With another temperature, log π = r log μ + c, where c belongs to the position and not to the token. So E[(ρ - 1) c] = 0,
-  and from c = δ - (r - 1) log μ follows r - 1 = E[(ρ - 1) δ] / E[(ρ - 1) log μ].
+- With another temperature, log π = r log μ + c, where c belongs to the position and not to the token. So
+  E[(ρ - 1) c] = 0, and from c = δ - (r - 1) log μ follows r - 1 = E[(ρ - 1) δ] / E[(ρ - 1) log μ].
 - The same r - 1 is the slope of δ on log μ wherever c varies little beside log μ: among improbable tokens.
 
 Independent noise in δ makes the first estimate of r - 1 too large and leaves the slope alone; differences of entropy
@@ -21,12 +21,16 @@ from dataclasses import dataclass, fields
 import torch
 
 from slime_instrument._analysis.blocks import Block
+from slime_instrument._analysis.statistics import log_student_tail
 
 __all__ = ["IMPROBABLE", "Moments", "Ratio", "mean_of", "slope_of"]
 
 IMPROBABLE = -2.0
 """log μ below which a token counts as improbable: there c varies less than log μ does."""
 
+_UNSURE = -0.05  # log μ
+_EXACT = 1e9  # standard errors of what has none
+_CHANCE = math.log(1e-3)
 _LARGEST = 5.0  # |δ| is cut here, in nats: one token of no probability must not decide a mean of exponentials
 
 
@@ -43,7 +47,14 @@ class Ratio:
         """How many standard errors the value is away from 0; 0 where nothing is known."""
         if not math.isfinite(self.value) or not math.isfinite(self.error):
             return 0.0
-        return self.value / self.error if self.error > 0 else math.copysign(math.inf, self.value) if self.value else 0.0
+        if self.error == 0:
+            return math.copysign(_EXACT, self.value) if self.value else 0.0
+        return self.value / self.error
+
+    def beyond(self, errors: float) -> bool:
+        """Whether the value is that many standard errors from 0, and further than so few samples show by chance."""
+        df = torch.tensor(float(self.n_samples - 1))
+        return abs(self.t) >= errors and float(log_student_tail(torch.tensor(self.t), df)) < _CHANCE
 
 
 @dataclass(frozen=True)
@@ -59,8 +70,9 @@ class Moments:
         excess, gain: Σ(ρ - 1), and of its positive part alone.
         excess_delta, excess_rollout: Σ(ρ - 1)δ and Σ(ρ - 1) log μ.
         reverse_delta, reverse_rollout: Σ(1/ρ - 1)δ and Σ(1/ρ - 1) log μ.
-        low_n, low_x, low_y, low_xx, low_xy: among improbable tokens: how many, and the sums of x = log μ, y = δ, x², xy.
+        low_n, low_x, low_y, low_xx, low_xy: of improbable tokens: how many, the sums of x = log μ, y = δ, x², xy.
         certain: tokens whose log μ is exactly 0.
+        unsure, lower: tokens that were not nearly certain, and those of them with δ below 0.
     """
 
     n: torch.Tensor
@@ -79,6 +91,8 @@ class Moments:
     low_xx: torch.Tensor
     low_xy: torch.Tensor
     certain: torch.Tensor
+    unsure: torch.Tensor
+    lower: torch.Tensor
 
     @classmethod
     def of(cls, blocks: Iterable[Block], n_pairs: int) -> Moments:
@@ -89,6 +103,7 @@ class Moments:
                 continue
             x, y = block.rollout.double(), block.delta.clamp(-_LARGEST, _LARGEST)
             excess, reverse = torch.expm1(y), torch.expm1(-y)
+            unsure = x < _UNSURE
             low = (x < IMPROBABLE).double()
             low_x, low_y = x * low, y * low
             values = {
@@ -96,6 +111,7 @@ class Moments:
                 "gain": excess.clamp(min=0.0), "excess_delta": excess * y, "excess_rollout": excess * x,
                 "reverse_delta": reverse * y, "reverse_rollout": reverse * x, "low_n": low, "low_x": low_x,
                 "low_y": low_y, "low_xx": low_x * x, "low_xy": low_x * y, "certain": (x == 0).double(),
+                "unsure": unsure.double(), "lower": (unsure & (y < 0)).double(),
             }  # fmt: skip
             found.n[block.pairs] = block.counts.double()
             for name, each in values.items():
@@ -109,12 +125,6 @@ class Moments:
     def total(self, name: str) -> float:
         """The sum of one attribute over all pairs."""
         return float(getattr(self, name).sum())
-
-    @property
-    def level(self) -> torch.Tensor:
-        """Σ\\|δ\\| / Σ(1 - μ) of each pair: mismatch in nats of logit, comparable among samples that are sure of their
-        tokens and samples that are not. NaN where every token is certain."""
-        return self.size / self.scale
 
     @property
     def mass(self) -> Ratio:

@@ -24,27 +24,26 @@ _FLOOR = 1e-3  # nats of logit
 def find(view: View) -> Finding | None:
     for group in groups(view):
         fade = _fade(view, group)
-        if fade is None or fade.t < _SURE or fade.value < _FADES:
+        if fade is None or fade.value < _FADES or not fade.beyond(_SURE):
             continue
-        n, value, reach = int(group.moments.total("n")), fade.value, 2 * fade.error
+        n, value, reach = group.n_tokens, fade.value, 2 * fade.error
         message = (
-            f"In {int(group.pairs.sum())} samples |δ| is largest where the response begins and falls along it, with the "
-            f"{value:.2g}th power of the place ({value - reach:.2g} to {value + reach:.2g}). The engine saw another context "
-            "than training: a missing or additional prompt token, another system prompt or chat template, lost turns. "
-            "Compare the token ids that were sent to the engine with those in the dump."
+            f"In {int(group.pairs.sum())} samples |δ| is largest where the response begins and falls along it: as "
+            f"the place to the power of {-value:.2g} (±{reach:.2g}). The engine saw another "
+            "context than training: a missing or additional prompt token, another system prompt or chat template, lost "
+            "turns. Compare the token ids that were sent to the engine with those in the dump."
         )
         looks = ("weights that differ mainly in what they make of a prompt",)
         needed = max(2, min(n, math.ceil(n * (_SURE / fade.t) ** 2)))
         estimate = Estimate("fading", value, value - reach, value + reach, n, needed, looks)
-        evidence = {"fading": value, "level": group.moments.total("size") / group.moments.total("scale")}
+        evidence = {"fading": value, "level": group.level}
         return Finding(CODE, message, view.positions(group.pairs), evidence, view.tokens_of(group.pairs), estimate)
     return None
 
 
 def _fade(view: View, group: Group) -> Ratio | None:
     """How fast the mismatch fades in a group, among tokens of like log μ; None where it is too small to ask."""
-    scale = group.moments.total("scale")
-    if scale <= 0 or group.moments.total("size") / scale < MORE_THAN_KERNELS:
+    if group.level < MORE_THAN_KERNELS:
         return None
     history = history_of(view, group.pairs)
     if history is None:

@@ -1,7 +1,7 @@
 """The engine penalised tokens that the context holds already; training's probabilities know no penalty.
 
 A penalty takes probability from tokens seen before and gives it to all others: training finds the former more probable
-than the engine did, and the latter less, each without exception but for noise.
+than the engine did and the latter less, both without exception but for noise. E[ρ] over all of them stays 1.
 """
 
 from __future__ import annotations
@@ -19,59 +19,73 @@ from slime_instrument._analysis.moments import Ratio, mean_of
 
 CODE = "sampling-penalty"
 ORDER = 80
-_SURE = 5.0  # standard errors
-_SMALLEST = 0.05  # nats of shift worth a name
-_NEW_LOSE = 0.5  # gain over loss among new tokens, at most
-_SEEN_GAIN = 2.0  # and among seen ones, at least
-_BINS = (-8.0, -5.0, -3.5, -2.5, -1.5, -0.8, -0.3, -0.05)  # of log μ; tokens are compared within them
+_SURE_OF_NEW, _SURE_OF_SEEN = 5.0, 3.0  # standard errors by which new tokens lose and seen ones gain
+_NEW_LOSE, _SEEN_GAIN = 0.4, 2.0  # gain over loss among new tokens at most, and among seen ones at least
+_SMALLEST = 0.05  # nats
+_QUANTILES = (0.85, 0.95, 0.99)  # of δ among seen tokens: where the others leave the normaliser alone
 _LARGEST = 5.0
 
 
 @dataclass(frozen=True)
 class _Fit:
+    """Gain and loss of tokens that ``where`` held already, and of new ones."""
+
     where: str
-    shift: Ratio
-    n: int
-    new: float
-    seen: float
+    n_seen: int
+    new: Ratio
+    seen: Ratio
+    new_gain: float
+    seen_gain: float
+    penalty: tuple[float, ...]
+
+    @property
+    def t(self) -> float:
+        """Standard errors, as a part of what is asked for."""
+        return min(-self.new.t / _SURE_OF_NEW, self.seen.t / _SURE_OF_SEEN)
+
+    @property
+    def named(self) -> bool:
+        return (
+            self.t >= 1
+            and self.new.beyond(_SURE_OF_NEW)
+            and self.seen.beyond(_SURE_OF_SEEN)
+            and self.new_gain <= _NEW_LOSE
+            and self.seen_gain >= _SEEN_GAIN
+            and self.penalty[1] >= _SMALLEST
+        )
 
 
 def find(view: View) -> Finding | None:
     for group in groups(view):
-        if float(group.moments.total("size")) < _SMALLEST * 0.1 * group.moments.total("n"):
-            continue
-        if temperature.fit_of(view, group) is not None:
+        if group.level < _SMALLEST or temperature.fit_of(view, group) is not None:
             continue
         history = history_of(view, group.pairs)
-        fits = [fit for fit in _fits(history) if _is_penalty(fit)] if history is not None else []
+        fits = [fit for fit in _fits(history) if fit.named] if history is not None else []
         if not fits:
             continue
-        fit = max(fits, key=lambda one: one.shift.t)
-        n, value, reach = fit.n, fit.shift.value, 2 * fit.shift.error
+        fit = max(fits, key=lambda one: one.t)
+        low, value, high = fit.penalty
         message = (
-            f"In {int(group.pairs.sum())} samples the engine's probabilities of tokens that {fit.where} held already are "
-            f"too small by {value:.3g} nats ({value - reach:.3g} to {value + reach:.3g}), those of new tokens too large. "
-            "The engine sampled with a repetition, presence or frequency penalty; training knows none. Switch it off, or "
-            "expect these ratios."
+            f"In {int(group.pairs.sum())} samples the engine's probabilities of tokens that {fit.where} held already "
+            f"are too small, by up to about {value:.3g} nats of logit, and those of new tokens too large. The engine "
+            "sampled with a repetition, presence or frequency penalty; training knows none. Switch it off, or expect "
+            "these ratios."
         )
-        evidence = {"shift": value, "seen_in": fit.where, "gain_over_loss_new": fit.new, "gain_over_loss_seen": fit.seen}
-        needed = max(2, min(n, math.ceil(n * (_SURE / fit.shift.t) ** 2)))
+        evidence = {"nats": value, "seen_in": fit.where, "seen_tokens": fit.n_seen, "mean_ratio_new": 1 + fit.new.value,
+                    "mean_ratio_seen": 1 + fit.seen.value}  # fmt: skip
+        n = group.n_tokens
+        needed = max(2, min(n, math.ceil(n / fit.t**2))) if math.isfinite(fit.t) else 2
         looks = ("a logit bias against frequent tokens", "n-gram blocking")
-        estimate = Estimate("penalty", value, value - reach, value + reach, n, needed, looks)
+        estimate = Estimate("penalty", value, low, high, n, needed, looks)
         return Finding(CODE, message, view.positions(group.pairs), evidence, view.tokens_of(group.pairs), estimate)
     return None
 
 
-def _is_penalty(fit: _Fit) -> bool:
-    return (
-        fit.shift.t >= _SURE and fit.shift.value >= _SMALLEST and fit.new <= _NEW_LOSE and fit.seen >= _SEEN_GAIN
-    )
-
-
 def _fits(history: History) -> list[_Fit]:
-    """What differs between seen and new tokens, with "seen" counted from the response alone and from all of the context."""
+    """With "seen" counted from the response alone, and from all of the context."""
     delta = history.delta.clamp(-_LARGEST, _LARGEST)
-    bins = torch.bucketize(history.rollout, torch.tensor(_BINS, dtype=torch.float64))
+    # A few tokens with a ratio of twenty would hide how sure the sign is.
+    bounded, excess = torch.expm1(delta.clamp(-1.0, 1.0)), torch.expm1(delta)
     sample = torch.unique(history.sample, return_inverse=True)[1]
     found = []
     for where, seen in (
@@ -80,20 +94,17 @@ def _fits(history: History) -> list[_Fit]:
     ):
         if not bool(seen.any()) or bool(seen.all()):
             continue
-        x, y = _within(bins, seen.double()), _within(bins, delta)
-        shift = mean_of(torch.bincount(sample, weights=x * y), torch.bincount(sample, weights=x * x))
-        found.append(_Fit(where, shift, len(delta), _gain_over_loss(delta[~seen]), _gain_over_loss(delta[seen])))
+        new, known = (
+            mean_of(torch.bincount(sample, weights=bounded * own), torch.bincount(sample, weights=own.double()))
+            for own in (~seen, seen)
+        )
+        ordered = delta[seen].sort().values
+        penalty = tuple(float(ordered[int(q * (len(ordered) - 1))]) for q in _QUANTILES)
+        gains = _gain_over_loss(excess[~seen]), _gain_over_loss(excess[seen])
+        found.append(_Fit(where, len(ordered), new, known, *gains, penalty))
     return found
 
 
-def _within(bins: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Values less their mean in each bin."""
-    size = len(_BINS) + 1
-    n = torch.bincount(bins, minlength=size).clamp(min=1)
-    return values - (torch.bincount(bins, weights=values, minlength=size) / n)[bins]
-
-
-def _gain_over_loss(delta: torch.Tensor) -> float:
-    excess = torch.expm1(delta)
+def _gain_over_loss(excess: torch.Tensor) -> float:
     gain, loss = float(excess.clamp(min=0).sum()), float((-excess).clamp(min=0).sum())
     return gain / loss if loss > 0 else math.inf

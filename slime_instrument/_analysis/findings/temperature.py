@@ -10,13 +10,17 @@ import torch
 from slime_instrument._analysis.arrays import log_probs
 from slime_instrument._analysis.evidence import Estimate, Finding, View
 from slime_instrument._analysis.groups import Group, groups
-from slime_instrument._analysis.moments import Ratio, mean_of
+from slime_instrument._analysis.moments import Moments, Ratio, mean_of
 
 CODE = "temperature"
 ORDER = 80
 _SURE = 5.0  # standard errors
 _SMALLEST = 0.03  # |r - 1| worth a name
 _AGREE = (0.5, 1.6)  # slope over moment estimate: noise lowers it, and nothing but a temperature brings it near 1
+_SMALLEST_SLOPE = 0.1  # where truncation leaves the slope alone to tell: it has slopes of its own, up to 0.08
+_MODEL, _MODEL_OF_SLOPE = 0.1, 0.25  # part of r - 1 by which either may be off for other reasons than chance
+_CERTAIN = 0.01  # share of tokens of probability exactly 1 that only truncation makes
+_CUT = 5.0  # standard errors of the mean ratio below 1
 _INTERVAL = 2.5  # standard errors on either side: two estimates, each with its own
 _ENTROPIES = 1 << 18  # tokens whose entropies are used
 
@@ -29,7 +33,7 @@ class Fit:
         ratio: log π / log μ but for the position's constant; the engine's temperature over training's.
         low, high: its interval.
         t: standard errors of the less certain of the two estimates.
-        how: ``entropies`` or ``moments``.
+        how: ``entropies``, ``moments`` or ``slope``.
         sampled_from: the side that the tokens were sampled from; ``train`` where the engine logged other log-probs than
             those that it sampled with.
     """
@@ -64,7 +68,10 @@ def find(view: View) -> Finding | None:
         )
     evidence = {"ratio": fit.ratio, "how": fit.how, "sampled_from": fit.sampled_from}
     needed = max(1, math.ceil(n * (_SURE / fit.t) ** 2)) if math.isfinite(fit.t) else 2
-    looks = ("another scale of the logits, such as a soft cap or a quantised LM head",)
+    looks = (
+        "another scale of the logits, such as a soft cap or a quantised LM head",
+        "truncated sampling, where all tokens are about as probable",
+    )
     estimate = Estimate("temperature", fit.ratio, fit.low, fit.high, n, min(n, needed), looks)
     return Finding(CODE, message, view.positions(pairs), evidence, view.tokens_of(pairs), estimate)
 
@@ -81,25 +88,41 @@ def fit_of(view: View, group: Group) -> Fit | None:
 def _fit(view: View, group: Group) -> Fit | None:
     moments = group.moments
     slope = moments.slope
-    if abs(slope.t) < _SURE:
+    if not slope.beyond(_SURE):
         return None
     choices = [(moments.temperature(), "rollout")]
-    if abs(moments.mass.t) > _SURE:  # E[ρ] is not 1: perhaps the tokens were sampled from π
+    if moments.mass.beyond(_SURE):  # the mean ratio is not 1: perhaps the tokens were sampled from π
         choices.append((moments.temperature(reverse=True), "train"))
     fits = [(one, side) for one, side in choices if _agree(slope, one)]
+    if not fits and abs(slope.value) >= _SMALLEST_SLOPE and truncates(moments):
+        fits = [
+            (slope, "rollout")
+        ]  # the mean ratio is the mass kept and differs among positions: only the slope is left
     if not fits:
         return None
-    moment, side = min(fits, key=lambda fit: abs(slope.value / fit[0].value - 1))
-    if abs(moment.value) < _SMALLEST:
+    best, side = min(fits, key=lambda fit: abs(slope.value / fit[0].value - 1))
+    if abs(best.value) < _SMALLEST:
         return None
-    ends = [r.value + sign * _INTERVAL * r.error for r in (slope, moment) for sign in (-1, 1)]
-    fit = Fit(1 + moment.value, 1 + min(ends), 1 + max(ends), min(abs(slope.t), abs(moment.t)), "moments", side)
+    ends = [r.value + sign * _INTERVAL * r.error for r in (slope, best) for sign in (-1, 1)]
+    reach = (_MODEL if best is not slope else _MODEL_OF_SLOPE) * abs(best.value)
+    how = "moments" if best is not slope else "slope"
+    t = min(abs(slope.t), abs(best.t))
+    fit = Fit(1 + best.value, 1 + min(ends) - reach, 1 + max(ends) + reach, t, how, side)
     exact = _by_entropy(view, group)
-    if exact is not None and abs(exact.t) >= _SURE:
+    if exact is not None and exact.beyond(_SURE):
         reach = 2 * exact.error
         value = 1 + exact.value
         fit = replace(fit, ratio=value, low=value - reach, high=value + reach, t=abs(exact.t), how="entropies")
     return fit
+
+
+def truncates(moments: Moments) -> bool:
+    """Whether the engine cut its distribution, as it shows beside another temperature."""
+    return (
+        moments.mass.value < 0
+        and moments.mass.beyond(_CUT)
+        and moments.total("certain") >= _CERTAIN * moments.total("n")
+    )
 
 
 def _agree(slope: Ratio, moment: Ratio) -> bool:
@@ -122,7 +145,9 @@ def _by_entropy(view: View, group: Group) -> Ratio | None:
             return None
         entropy = converted[0].double()
         usable = view.open[span] & entropy.isfinite()
-        rows.append(torch.stack([table.rollout[span], table.train[span], entropy, torch.full_like(entropy, i)])[:, usable])
+        rows.append(
+            torch.stack([table.rollout[span], table.train[span], entropy, torch.full_like(entropy, i)])[:, usable]
+        )
         if sum(row.shape[1] for row in rows) > _ENTROPIES:
             break
     if not rows:

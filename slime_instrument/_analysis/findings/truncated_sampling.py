@@ -1,4 +1,4 @@
-"""μ is normalised over the tokens that top-p, top-k or min-p kept: δ is the log of the mass kept, position by position."""
+"""μ is normalised over the tokens that top-p, top-k or min-p kept: δ is the log of the mass kept there."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 
 from slime_instrument._analysis.evidence import Estimate, Finding, View
 from slime_instrument._analysis.findings import temperature
-from slime_instrument._analysis.groups import Group, groups
+from slime_instrument._analysis.groups import Group, groups, moments_of
 from slime_instrument._analysis.moments import Ratio
 
 CODE = "truncated-sampling"
 ORDER = 80
-_SURE = 5.0  # standard errors by which E[ρ] is below 1
+_SURE = 5.0  # standard errors by which the mean ratio is below 1
 _SMALLEST = 0.005  # mass cut off that is worth a name
+_MOST = 0.6  # share of the unsure tokens with δ below 0; a few outliers cut the mean ratio too
 _ONE_SIDED = 0.5  # gain over loss; 1 for two full distributions, and noise brings a truncated one nearer to it
-_CERTAIN = 0.01  # share of tokens of probability exactly 1 from which truncation stands beside a temperature
 
 
 def find(view: View) -> Finding | None:
@@ -24,7 +24,7 @@ def find(view: View) -> Finding | None:
     pairs = cuts[0].pairs
     for group in cuts[1:]:
         pairs = pairs | group.pairs
-    merged = cuts[0].moments if len(cuts) == 1 else _moments(view, pairs)
+    merged = cuts[0].moments if len(cuts) == 1 else moments_of(view, pairs)
     mass, n = merged.mass, int(merged.total("n"))
     alone = int(merged.total("certain"))
     low, high = 1 + mass.value - 2 * mass.error, min(1.0, 1 + mass.value + 2 * mass.error)
@@ -36,23 +36,22 @@ def find(view: View) -> Finding | None:
     if alone:
         message += f" {alone} of {n} tokens were alone in what was kept (log μ exactly 0)."
     evidence = {"mass": 1 + mass.value, "certain_tokens": alone, "gain_over_loss": merged.gain_over_loss}
-    looks = ("training that normalises over more tokens, such as a padded vocabulary", "a constant added to log μ")
+    looks = (
+        "training that normalises over more tokens, such as a padded vocabulary",
+        "a constant added to log μ",
+        "another temperature, where all tokens are about as probable",
+    )
     needed = max(2, min(n, math.ceil(n * (_SURE / mass.t) ** 2))) if math.isfinite(mass.t) else 2
     estimate = Estimate("mass", 1 + mass.value, low, high, n, needed, looks)
     return Finding(CODE, message, view.positions(pairs), evidence, view.tokens_of(pairs), estimate)
 
 
-def _moments(view: View, pairs):  # type: ignore[no-untyped-def]
-    from slime_instrument._analysis.groups import moments_of
-
-    return moments_of(view).only(pairs)
-
-
 def _cut(view: View, group: Group) -> bool:
     moments = group.moments
     mass: Ratio = moments.mass
-    if mass.t > -_SURE or mass.value > -_SMALLEST:
+    if mass.value > -_SMALLEST or not mass.beyond(_SURE):
         return False
     if temperature.fit_of(view, group) is not None:
-        return moments.total("certain") >= _CERTAIN * moments.total("n")
-    return moments.gain_over_loss <= _ONE_SIDED
+        return temperature.truncates(moments)
+    most = moments.total("lower") >= _MOST * moments.total("unsure")
+    return most and moments.gain_over_loss <= _ONE_SIDED

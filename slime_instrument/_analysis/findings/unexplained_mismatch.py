@@ -13,6 +13,7 @@ CODE = "unexplained-mismatch"
 ORDER = 99
 _SURE = 3.0  # standard errors above the line
 _ONE_SIDED = 0.5  # |mean δ| over mean |δ|
+_SMALLEST = 0.02  # mean |δ|; where nearly all tokens are certain, a level says little
 _POSITIVE = 0.05  # mean δ in nats that no sampling explains
 _SURE_OF_SIGN = 6.0
 
@@ -24,8 +25,8 @@ def find(view: View) -> Finding | None:
             mean_of(moments.size, moments.scale), mean_of(moments.delta, moments.n), mean_of(moments.size, moments.n)
         )  # fmt: skip
         above = level.value - MORE_THAN_KERNELS
-        large = level.n_samples >= 1 and above > 0 and not level.error * _SURE > above
-        seen_before = mean.value > _POSITIVE and mean.t > _SURE_OF_SIGN
+        large = size.value > _SMALLEST and above > 0 and not level.error * _SURE > above
+        seen_before = mean.value > _POSITIVE and mean.beyond(_SURE_OF_SIGN)
         if large or seen_before:
             return _finding(view, group, level.value, level.error, mean.value, size.value, seen_before)
     return None
@@ -34,18 +35,19 @@ def find(view: View) -> Finding | None:
 def _finding(
     view: View, group: Group, level: float, error: float, mean: float, size: float, seen_before: bool
 ) -> Finding:
-    n, many = int(group.moments.total("n")), int(group.pairs.sum())
+    n, many = group.n_tokens, int(group.pairs.sum())
     who = "all samples" if group.part == "all" else f"{many} samples"
     kind = "one-sided" if abs(mean) > _ONE_SIDED * size else "noise-like"
     message = (
-        f"In {who} the two sides differ by {level:.3g} nats of logit, {as_much_as(level)}; it is {kind} (mean δ {mean:+.3g}, "
-        "mean |δ| {size:.3g}). Two bf16 kernels of a small model differ by 0.05 to 0.09. The cause does not show in these "
-        "files: other weights, a lower precision, another attention or routing, or a context that differs everywhere."
-    ).replace("{size:.3g}", f"{size:.3g}")
+        f"In {who} the two sides differ by {level:.3g} nats of logit, {as_much_as(level)}; it is {kind} "
+        f"(mean δ {mean:+.3g}, mean |δ| {size:.3g}). Two bf16 kernels of a small model differ by "
+        "0.05 to 0.09. These files do not show the cause: other weights, a lower precision, another attention or routing, or a context that "
+        "differs everywhere."
+    )
     if seen_before:
         message += (
-            " A mean δ above 0 cannot come from tokens that were sampled from the logged probabilities: the engine logged "
-            "others than those that it sampled with, or training has already learned from these samples."
+            " A mean δ above 0 cannot come from tokens that were sampled from the logged probabilities: the engine "
+            "logged others than those that it sampled with, or training has already learned from these samples."
         )
     above = max(level - MORE_THAN_KERNELS, 1e-9)
     needed = max(2, min(n, math.ceil(n * (_SURE * error / above) ** 2))) if math.isfinite(error) else n
