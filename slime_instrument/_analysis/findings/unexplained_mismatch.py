@@ -41,8 +41,8 @@ def _finding(
     message = (
         f"In {who} the two sides differ by {level:.3g} nats of logit, {as_much_as(level)}; it is {kind} "
         f"(mean δ {mean:+.3g}, mean |δ| {size:.3g}). Two bf16 kernels of a small model differ by "
-        "0.05 to 0.09. These files do not show the cause: other weights, a lower precision, another attention or routing, or a context that "
-        "differs everywhere."
+        "0.05 to 0.09. These files do not show the cause: other weights, a lower precision, another attention or "
+        "routing, or a context that differs everywhere."
     )
     if seen_before:
         message += (
