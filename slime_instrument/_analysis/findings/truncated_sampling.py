@@ -14,6 +14,7 @@ ORDER = 80
 _SURE = 5.0  # standard errors by which the mean ratio is below 1
 _SMALLEST = 0.005  # mass cut off that is worth a name
 _MOST = 0.6  # share of the unsure tokens with δ below 0; a few outliers cut the mean ratio too
+_FOLLOWS = 0.3  # slope of δ on log μ, at most: training must follow the engine, whose μ the mass does not know
 _ONE_SIDED = 0.5  # gain over loss; 1 for two full distributions, and noise brings a truncated one nearer to it
 
 
@@ -53,5 +54,7 @@ def _cut(view: View, group: Group) -> bool:
         return False
     if temperature.fit_of(view, group) is not None:
         return temperature.truncates(moments)
+    if abs(moments.slope.value) > _FOLLOWS and moments.slope.beyond(_SURE):
+        return False
     most = moments.total("lower") >= _MOST * moments.total("unsure")
     return most and moments.gain_over_loss <= _ONE_SIDED
