@@ -1,0 +1,117 @@
+"""Samples that differ alike: a fault may concern some samples only, and a mean over all makes it look like another.
+
+The level of a sample is its mismatch in nats of logit, Σ\\|δ\\| / Σ(1 - μ). Two groups are told apart where one normal
+distribution of log-levels is clearly a worse description than two, and the two hardly overlap.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from slime_instrument._analysis.evidence import View
+from slime_instrument._analysis.moments import Moments
+
+__all__ = ["Group", "groups", "moments_of"]
+
+_TOKENS = 12  # of a sample, below which its level says little
+_SAMPLES = 3  # in the smaller group
+_APART = 3.0  # means of the groups, in standard deviations within them
+_TIMES = 1.6  # and as a ratio of levels
+_BETTER = 12.0  # log-likelihood that two groups must gain for their two further parameters
+_ENOUGH = 1 << 19  # tokens of a group; more do not make anything clearer
+_FLOOR = 1e-3  # nats of logit; smaller levels are alike
+
+
+@dataclass(frozen=True)
+class Group:
+    """Samples that are judged together.
+
+    Attributes:
+        pairs: which pairs, bool, shape ``(S,)``.
+        part: ``all``, or ``some`` and ``others`` where the levels of samples fall into two groups.
+        moments: the sums of their tokens; of many tokens, those of some pairs, evenly spread over the group.
+    """
+
+    pairs: torch.Tensor
+    part: str
+    moments: Moments
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that the moments rest on."""
+        return int(self.moments.total("n"))
+
+    @property
+    def level(self) -> float:
+        """Mismatch in nats of logit; 0 where every token is certain."""
+        scale = self.moments.total("scale")
+        return self.moments.total("size") / scale if scale > 0 else 0.0
+
+
+def groups(view: View) -> tuple[Group, ...]:
+    """All samples with open tokens, or two groups of them, the one with the larger mismatch first."""
+    if "groups" not in view.memo:
+        view.memo["groups"] = tuple(Group(pairs, part, moments_of(view, pairs)) for pairs, part in _parts(view))
+    found: tuple[Group, ...] = view.memo["groups"]
+    return found
+
+
+def moments_of(view: View, pairs: torch.Tensor) -> Moments:
+    """The sums of the open tokens of some pairs, bool, shape ``(S,)``, or of as many of them as are enough."""
+    counts = view.counts
+    total = float(counts[pairs].sum())
+    if total > _ENOUGH:
+        order = pairs.nonzero().flatten()
+        step = math.ceil(len(order) / max(1, round(len(order) * _ENOUGH / total)))
+        pairs = torch.zeros_like(pairs)
+        pairs[order[::step]] = True
+    if bool(pairs[counts > 0].all()):
+        return Moments.of(view.blocks(), len(counts)).only(pairs)
+    return Moments.of(view.table.blocks(view.open & view.tokens_of(pairs)), len(counts)).only(pairs)
+
+
+def _parts(view: View) -> list[tuple[torch.Tensor, str]]:
+    present = view.counts > 0
+    if not bool(present.any()):
+        return []
+    scale = torch.zeros(len(view.counts), dtype=torch.float64)
+    for block in view.blocks():
+        if len(block):
+            # Float32 is enough for what only weighs samples against each other.
+            scale[block.pairs] = block.sums(-torch.expm1(block.rollout.clamp(max=0.0))).double()
+    level = (view.pair_sums.size / scale).nan_to_num(0.0, posinf=0.0)
+    edge = _edge(level[(view.counts >= _TOKENS) & (scale > 0)])
+    if edge is None:
+        return [(present, "all")]
+    high = present & (level > edge)
+    return [(high, "some"), (present & ~high, "others")]
+
+
+def _edge(level: torch.Tensor) -> float | None:
+    """The level between two groups; None where there is one group."""
+    x = (level + _FLOOR).log().sort().values
+    n = len(x)
+    if n < 2 * _SAMPLES:
+        return None
+    # The best cut of the sorted levels: the one that leaves least variance within.
+    counts = torch.arange(1, n, dtype=torch.float64)
+    sums, squares = x.cumsum(0)[:-1], x.square().cumsum(0)[:-1]
+    left = squares - sums.square() / counts
+    right = (x.square().sum() - squares) - (x.sum() - sums).square() / (n - counts)
+    within = left + right
+    within[: _SAMPLES - 1] = math.inf
+    within[n - _SAMPLES :] = math.inf
+    cut = int(within.argmin())
+    variance = max(float(within[cut]) / (n - 2), 1e-6)
+    whole = max(float(x.var(unbiased=True)), 1e-6)
+    means = float(x[: cut + 1].mean()), float(x[cut + 1 :].mean())
+    share = (cut + 1) / n
+    entropy = -share * math.log(share) - (1 - share) * math.log(1 - share)
+    gained = n / 2 * math.log(whole / variance) - n * entropy
+    apart = (means[1] - means[0]) / math.sqrt(variance)
+    if gained < _BETTER or apart < _APART or means[1] - means[0] < math.log(_TIMES):
+        return None
+    return math.exp(float(x[cut] + x[cut + 1]) / 2) - _FLOOR
