@@ -26,9 +26,9 @@ def pair(
     sample["tokens"] = torch.arange(prompt + n)
     sample["total_lengths"] = prompt + n
     sample["log_probs"] = train
-    del sample["rollout_log_probs"]  # training's own copy; tests of it make one
     sample["loss_masks"] = torch.tensor(mask if mask is not None else [1] * n, dtype=torch.int32)
     dump = builders.rollout(payload)
+    del sample["rollout_log_probs"]  # training's own copy; tests of it make one
     dump["samples"][0].update(rollout_log_probs=rollout, **source)
     return dump, payload
 
