@@ -42,13 +42,7 @@ def test_the_level_follows_the_findings_and_the_size(
 
 def test_one_bad_sample_is_told_from_a_fault_in_all(tmp_path: Path) -> None:
     one = answers(judged(tmp_path / "one", samples=16, change=one_bad_token))
-<<<<<<< HEAD
-    assert one["One sample or all"].startswith(
-        "A group: 1 of 16 samples carry 79% of the difference; mean |δ| is 0.0929"
-    )
-=======
     assert one["One sample or all"] == "A few: one sample carries half of all difference; 16 were compared."
->>>>>>> reading
     assert one["Worst token"].startswith("Sample 5, token 7:")
     every = answers(judged(tmp_path / "all", samples=16, change=shifted))
     assert every["One sample or all"].startswith("All alike: it takes")
