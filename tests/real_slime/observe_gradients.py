@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,19 @@ def install(rank: int, _actor_module: Any, args: Any) -> None:
     folder.mkdir(exist_ok=True)
     seen: list[tuple[list[int], torch.Tensor]] = []
 
+    def keeping(tokens: list[int]) -> Callable[[torch.Tensor], None]:
+        def keep(gradient: torch.Tensor) -> None:
+            seen.append((tokens, gradient.clone()))
+            torch.save(seen, folder / f"{rank}.pt")
+
+        return keep
+
     def observed(*positional: Any, **named: Any) -> Any:
         answer = real(*positional, **named)
         found = answer[1] if isinstance(answer, tuple) else answer
         for tokens, log_prob in zip(named["unconcat_tokens"], found["log_probs"], strict=True):
             if log_prob.requires_grad:
-
-                def keep(gradient: torch.Tensor, tokens: list[int] = tokens.tolist()) -> None:
-                    seen.append((tokens, gradient.clone()))
-                    torch.save(seen, folder / f"{rank}.pt")
-
-                log_prob.register_hook(keep)
+                log_prob.register_hook(keeping(tokens.tolist()))
         return answer
 
     loss.__dict__["get_log_probs_and_entropy"] = observed

@@ -26,14 +26,14 @@ RELEASES = [CHECKOUT, *(pytest.param(name, marks=pytest.mark.full) for name in (
 
 @dataclass(frozen=True)
 class Recipe:
-    """What slime is told; ``since``: the first release that knows it."""
+    """What slime is told. ``not_in``: releases whose loss fails with it."""
 
     overrides: Mapping[str, Any]
     with_ref: bool = False
     extras: tuple[str, ...] = ()
     samples: str = "default"
     dp: int = 1
-    cp: int = 1
+    not_in: tuple[str, ...] = ()
 
 
 ESTIMATORS = {
@@ -64,13 +64,16 @@ ESTIMATORS = {
     "kl in the reward": Recipe({"kl_coef": 0.05, "kl_loss_type": "k1"}, with_ref=True),
 }
 ROLLOUT = {"use_rollout_logprobs": True}
+BEFORE_0_3 = ("v0.2.2", "v0.2.4")
 LOSSES = {
     "grpo": Recipe({}),
     "two ranks": Recipe({}, dp=2),
     "rollout log-probs": Recipe(ROLLOUT),
     "gspo": Recipe({"advantage_estimator": "gspo", **ROLLOUT, "eps_clip": 0.9, "eps_clip_high": 2.0}),
     "tis": Recipe({"use_tis": True, "tis_clip": 2.0, "tis_clip_low": 0.3, "use_rollout_logprobs": False}),
-    "tis, rollout log-probs": Recipe({"use_tis": True, "tis_clip": 2.0, "tis_clip_low": 0.3, **ROLLOUT}),
+    "tis, rollout log-probs": Recipe(
+        {"use_tis": True, "tis_clip": 2.0, "tis_clip_low": 0.3, **ROLLOUT}, not_in=BEFORE_0_3
+    ),
     "mismatch metrics": Recipe({"get_mismatch_metrics": True, "tis_clip": 2.0, "tis_clip_low": 0.0}),
     "opsm": Recipe({"use_opsm": True, "opsm_delta": 0.1, **ROLLOUT}),
     "kl in the loss": Recipe({"use_kl_loss": True, "kl_loss_coef": 0.1}, with_ref=True),
@@ -93,13 +96,14 @@ def trained(out: Path, release: str, recipes: Mapping[str, Recipe], **options: A
             extras=recipe.extras,
             samples=recipe.samples,
             dp=recipe.dp,
-            cp=recipe.cp,
             **options,
         )
         for name, recipe in recipes.items()
+        if release not in recipe.not_in
     ]
     results: dict[str, LabResult] = {}
-    for name, result in zip(recipes, train_all(runs), strict=True):
+    trained_ones = [name for name, recipe in recipes.items() if release not in recipe.not_in]
+    for name, result in zip(trained_ones, train_all(runs), strict=True):
         if isinstance(result, LabError):
             raise result
         results[name] = result
@@ -131,9 +135,10 @@ def test_what_slime_trained_with_is_what_the_audit_works_out(
     pair = audited(release)[recipe]
     result = audit(pair)
     assert result.findings == ()
-    assert set(result.checked) == {"rewards", "kl", "returns", "advantages"}
+    fields = {"rewards", "kl", "returns", "advantages"} & set(pair.train.samples[0])
+    assert set(result.checked) == fields >= {"rewards", "returns", "advantages"}
     # Not vacuous: the same with every value moved is found, field by field.
-    for name in ("kl", "returns", "advantages", "rewards"):
+    for name in fields:
         moved = [{**one.train, name: one.train[name] + 0.1} for one in pair.joined.pairs]
         joined = [
             type(one)(one.position, one.index, sample, one.rollout, one.confirmed)
@@ -166,6 +171,8 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[s
 def test_derivatives_are_those_that_autograd_gives_through_slimes_loss(
     observed: Callable[[str], dict[str, LabResult]], release: str, recipe: str
 ) -> None:
+    if release in LOSSES[recipe].not_in:
+        pytest.skip(f"slime {release} cannot train this")
     result = observed(release)[recipe]
     pair = pair_of(result)
     mine = loss_gradient(pair)
