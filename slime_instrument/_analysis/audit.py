@@ -332,7 +332,7 @@ class _Auditor:
         self.unchecked |= worked.unchecked
         for name in ("kl", "returns", "advantages"):
             values = worked.fields.get(name)
-            if values is None:
+            if values is None or not any(_floats(one.train.get(name)) is not None for one in self.pair.joined.pairs):
                 continue
             self.checked.append(name)
             older = worked.older.get(name)
