@@ -3,19 +3,30 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 OUT ?= out
+WORKERS ?= 2
 
-.PHONY: demo test check clean
+.PHONY: demo test test-full lint clean
 
 demo: $(VENV)/.lab
 	$(BIN)/slime-instrument demo --out $(OUT)
 
-test: $(VENV)/.dev
+# Two processes, files that take longest first (tests/conftest.py); then what measures time, with nothing beside it.
+test: lint
+	$(BIN)/python -m pytest -m "not full and not alone" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "alone and not full"
+
+# All of it: further Ray routes and Python versions, every extra in an environment of its own, the whole fault matrix.
+test-full: lint
+	$(BIN)/python -m pytest -m "not alone" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m tests.faults.matrix
+
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	# Real processes, Ray clusters and a browser share the machine with whatever else runs on it: what fails is tried
-	# once more, alone. A fault that needs other tests before it passes then: read what failed the first time.
-	$(BIN)/python -m pytest || $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
+	$(BIN)/lint-imports
+	$(BIN)/deptry slime_instrument tools
 
 # torch first and pinned: on its own it resolves to a CPU build where one is offered, and nothing later replaces it.
 $(VENV)/.torch:

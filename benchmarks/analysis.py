@@ -109,7 +109,7 @@ def peak_mb() -> float:
 
 def measure_compare(folder: Path) -> dict[str, Any]:
     from slime_instrument._analysis.compare import compare
-    from slime_instrument._format.reader import read_rollout_dump, read_train_dump
+    from slime_instrument._format.dumps import read_rollout_dump, read_train_dump
 
     base = peak_mb()
     began = time.perf_counter()
@@ -135,7 +135,7 @@ def measure_compare(folder: Path) -> dict[str, Any]:
 
 
 def measure_loop(folder: Path) -> dict[str, Any]:
-    from slime_instrument._format.reader import read_rollout_dump, read_train_dump
+    from slime_instrument._format.dumps import read_rollout_dump, read_train_dump
 
     rollout = read_rollout_dump(folder / "rollout.pt").samples
     train = read_train_dump(folder / "train.pt").samples
@@ -145,7 +145,7 @@ def measure_loop(folder: Path) -> dict[str, Any]:
 
 
 def measure_inspect(folder: Path) -> dict[str, Any]:
-    from slime_instrument._format.inspect import inspect_dump
+    from slime_instrument._format.summary import inspect_dump
 
     base, began = peak_mb(), time.perf_counter()
     record = inspect_dump(folder / "large.pt")
@@ -153,7 +153,7 @@ def measure_inspect(folder: Path) -> dict[str, Any]:
 
 
 def measure_convert(folder: Path) -> dict[str, Any]:
-    from slime_instrument._format.convert import convert_files
+    from slime_instrument._convert import convert_files
 
     paths = sorted(folder.glob("0_*.pt"))
     began = time.perf_counter()

@@ -23,12 +23,12 @@ import torch.distributed.nn.functional as dist_nn
 
 import slime_instrument
 from benchmarks.timing import Stopwatch
+from slime_instrument._dump.contribute import PARALLEL_STATE, Topology, contribute
+from slime_instrument._dump.exchange import put_together
 from slime_instrument._dump.payload import build_payload
-from slime_instrument._dump.restore import Shard
-from slime_instrument._dump.topology import PARALLEL_STATE
 from slime_instrument._dump.zigzag import owned
 from slime_instrument._format.schema import NATIVE_CONTEXT_PARALLEL_FIELDS
-from slime_instrument.lab.sources import find_sources
+from slime_instrument.lab._sources import find_sources
 
 __all__ = ["Baseline", "load"]
 
@@ -90,7 +90,7 @@ def _rendering(data: dict[str, Any], path: str) -> Stopwatch:
             restored = _restore(mpu, data)
         if mpu.get_context_parallel_rank() != 0:
             return watch
-        shard = Shard(dist.get_rank(), mpu.get_data_parallel_rank(with_context_parallel=False), restored, {})
+        shard = dist.get_rank(), mpu.get_data_parallel_rank(with_context_parallel=False), restored
         source, size = mpu.get_data_parallel_src_rank(), mpu.get_data_parallel_world_size()
         writes = dist.get_rank() == source
         shards: Any = [None] * size if writes else None
@@ -101,8 +101,15 @@ def _rendering(data: dict[str, Any], path: str) -> Stopwatch:
             shards = [shard]
         if writes:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            torch.save(build_payload(shards, rollout_id=0, writer_rank=dist.get_rank()), path)
+            parts = [part for rank, data_rank, data in shards for part in _whole(rank, data_rank, data)]
+            torch.save(build_payload(parts, rollout_id=0, writer_rank=dist.get_rank()), path)
     return watch
+
+
+def _whole(rank: int, data_rank: int, data: dict[str, Any]) -> list[Any]:
+    """Restored data of one data-parallel rank in the form from which the payload is built."""
+    place = Topology(rank, 1, 0, 1, 1, 0, 1, data_rank, last_stage=True, participants=(rank,))
+    return put_together([contribute(data, place, NATIVE_CONTEXT_PARALLEL_FIELDS)], 1, NATIVE_CONTEXT_PARALLEL_FIELDS)
 
 
 def _restore(mpu: Any, data: dict[str, Any]) -> dict[str, Any]:

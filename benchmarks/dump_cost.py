@@ -23,10 +23,10 @@ import torch.distributed as dist
 from benchmarks import baseline, megatron_groups
 from benchmarks.ranks import run_on_ranks
 from benchmarks.shards import Case, rollout_data
-from benchmarks.timing import Collectives, Figure, PeakMemory, Stopwatch, machine
-from slime_instrument._capture import CaptureSession
-from slime_instrument._dump import pipeline
-from slime_instrument._runtime import Runtime
+from benchmarks.timing import Collectives, Connections, Figure, PeakMemory, Stopwatch, machine
+from slime_instrument._dump import dumper as dumper_module
+from slime_instrument._dump.contribute import Seen
+from slime_instrument._dump.dumper import Dumper
 from slime_instrument._settings import Settings
 
 __all__ = ["Outcome", "measure"]
@@ -38,6 +38,10 @@ class Turn:
 
     seconds: dict[str, float]
     collectives: dict[str, int]
+    """Calls of torch.distributed's communicating functions."""
+    pieces: int
+    """Pieces that were handed to sockets of our own."""
+    connections: int
     bytes_sent: int
     memory_growth: int | None
 
@@ -93,6 +97,8 @@ class Outcome:
             "collectives": max(self.collectives("ours")),
             "collectives_baseline": max(self.collectives("slime")),
             "collectives_by_rank": self.collectives("ours"),
+            "pieces_by_rank": [turn.pieces for turn in self.turns["ours"][-1]],
+            "connections_by_rank": [turn.connections for turn in self.turns["ours"][-1]],
             "bytes_sent_by_rank": [turn.bytes_sent for turn in self.turns["ours"][-1]],
             "bit_identical": self.identical,
         }
@@ -120,8 +126,8 @@ def measure(case: Case, repeats: int = 7, *, own_rendering: bool = False) -> Out
 
 
 def _on_rank(case: Case, rank: int, repeats: int, slime: baseline.Baseline, folder: Path) -> dict[str, list[Turn]]:
-    runtime = Runtime("benchmark")
-    runtime.announce()
+    runtime = Dumper(Settings.from_environment(), _raise)
+    runtime.begin(0)
     dist.barrier()
     # One small dump each way first: connections are made and modules loaded once in a job, not once in a dump.
     small = rollout_data(replace(case, samples=1, response=8), rank)
@@ -137,28 +143,39 @@ def _on_rank(case: Case, rank: int, repeats: int, slime: baseline.Baseline, fold
         for way in reversed(ways) if repetition % 2 else list(ways):
             gc.collect()
             dist.barrier()
-            with PeakMemory() as memory, Collectives() as collectives:
+            with PeakMemory() as memory, Collectives() as collectives, Connections() as own:
                 watch = ways[way]()
             turns[way].append(
-                Turn({**watch.phases, "total": watch.total}, collectives.counts, collectives.bytes_sent, memory.growth)
+                Turn(
+                    {**watch.phases, "total": watch.total},
+                    collectives.counts,
+                    own.pieces,
+                    own.connections,
+                    collectives.bytes_sent + own.bytes_sent,
+                    memory.growth,
+                )
             )
     return turns
 
 
-def _ours(runtime: Runtime, data: dict[str, Any], path: str) -> Stopwatch:
+def _raise(where: str, error: BaseException, lost: str, *, may_raise: bool = True) -> None:
+    raise error
+
+
+def _ours(runtime: Dumper, data: dict[str, Any], path: str) -> Stopwatch:
     """``restore`` is everything up to whole fields on the writer; for the other ranks, everything."""
     watch = Stopwatch()
-    runtime.training_begins(0)
+    runtime.begin(0)
     args = SimpleNamespace(save_debug_train_data=path, qkv_format="thd")
     with (
-        watch.around(pipeline, "build_payload", "payload"),
-        watch.around(pipeline, "write_atomically", "write"),
+        watch.around(dumper_module, "build_payload", "payload"),
+        watch.around(dumper_module, "write_dump", "write"),
         watch.whole(),
     ):
-        pipeline.dump(runtime, args, 0, data, CaptureSession(0, data))
-    blocking = ("payload",) if runtime.settings.async_write else ("payload", "write")
+        runtime.dump(args, 0, data, Seen())
+    blocking = ("payload",) if runtime._settings.async_write else ("payload", "write")
     watch.phases["restore"] = watch.total - sum(watch.phases.get(phase, 0.0) for phase in blocking)
-    runtime.background.flush()  # what was left to the background belongs to nobody's blocked time
+    runtime._background.flush()  # what was left to the background belongs to nobody's blocked time
     return watch
 
 
@@ -208,6 +225,9 @@ def _table(outcome: Outcome) -> str:
     lines.append(f"{'memory growth / file':24}{shown[0]:>24}{shown[1]:>24}")
     counts = [str(max(outcome.collectives(way))) for way in ("ours", "slime")]
     lines.append(f"{'collectives per rank':24}{counts[0]:>24}{counts[1]:>24}")
+    last = outcome.turns["ours"][-1]
+    lines.append(f"{'pieces sent per rank':24}{max(turn.pieces for turn in last):>24}")
+    lines.append(f"{'connections per rank':24}{max(turn.connections for turn in last):>24}")
     return "\n".join(lines)
 
 

@@ -38,6 +38,7 @@ def _row(outcome: Outcome) -> dict[str, Any]:
         "seconds": seconds,
         "ratio_total": outcome.ratio().median,
         "collectives": max(outcome.collectives("ours")),
+        "pieces": max(turn.pieces for turn in outcome.turns["ours"][-1]),
         "collectives_baseline": max(outcome.collectives("slime")),
     }
 
@@ -45,15 +46,14 @@ def _row(outcome: Outcome) -> dict[str, Any]:
 def _table(rows: dict[str, list[dict[str, Any]]]) -> str:
     lines = [
         machine(),
-        f"{'':18}{'CP':>4}{'samples':>9}{'file, MB':>10}{'ours, s':>10}{'slime, s':>10}"
-        f"{'messages':>10}{'of slime':>10}",
+        f"{'':18}{'CP':>4}{'samples':>9}{'file, MB':>10}{'ours, s':>10}{'slime, s':>10}{'pieces':>10}{'of slime':>10}",
     ]
     for what, of_what in rows.items():
         for row in of_what:
             ours, slime = (row["seconds"][way]["median"] for way in ("ours", "slime"))
             lines.append(
                 f"{what:18}{row['cp']:>4}{row['samples']:>9}{row['file_bytes'] / 1e6:>10.1f}{ours:>10.3f}{slime:>10.3f}"
-                f"{row['collectives']:>10}{row['collectives_baseline']:>10}"
+                f"{row['pieces']:>10}{row['collectives_baseline']:>10}"
             )
     return "\n".join(lines)
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import slime_instrument
 from benchmarks import fake_slime
 from benchmarks.timing import Figure, machine
-from slime_instrument._capture import CaptureSession, enter, leave
+from slime_instrument._hooks.capture import SESSIONS, CaptureSession
 
 __all__ = ["measure"]
 
@@ -115,24 +115,17 @@ def _capture(
     seconds, operations = [], []
     for _ in range(repeats):
         session = CaptureSession(0, {"partition": positions, "response_lengths": [tokens] * samples})
-        handle = enter(session)
-        try:
-            with _CountingMode() as counted:  # type: ignore[no-untyped-call]
-                loss(args, {"partition": positions}, None, None)
-            captured = session.collected()
-            if captured is None or len(captured[0]) != samples:
-                raise RuntimeError("the capture is not whole")
-            operations.append(counted.kernels)
-        finally:
-            leave(handle)
+        with SESSIONS.opened(session), _CountingMode() as counted:  # type: ignore[no-untyped-call]
+            loss(args, {"partition": positions}, None, None)
+        captured = session.collected()
+        if captured is None or len(captured[0]) != samples:
+            raise RuntimeError("the capture is not whole")
+        operations.append(counted.kernels)
         session = CaptureSession(0, {"partition": positions, "response_lengths": [tokens] * samples})
-        handle = enter(session)
-        try:
+        with SESSIONS.opened(session):
             began = time.perf_counter()
             loss(args, {"partition": positions}, None, None)
             seconds.append(time.perf_counter() - began)
-        finally:
-            leave(handle)
     modules[_LOSS].result = None
     return {"seconds": Figure.of(seconds).as_dict(), "operations": max(operations)}
 

@@ -74,7 +74,7 @@ def _install(python: Path) -> None:
     site = Path(_run(python, "import sysconfig; print(sysconfig.get_path('purelib'))", {}).strip())
     shutil.copytree(_PACKAGE, site / "slime_instrument", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("slime_instrument.pth", "slime_instrument.start", "_slime_instrument_start.py"):
-        shutil.copy(_PACKAGE / "activation" / name, site / name)
+        shutil.copy(_PACKAGE / "_activation" / name, site / name)
     _run(python, "import slime_instrument, slime_instrument._activation.boot", {"SLIME_INSTRUMENT": "1"})  # byte code
 
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Collectives", "Figure", "PeakMemory", "Stopwatch", "machine"]
+from slime_instrument._dump import exchange
+
+__all__ = ["Collectives", "Connections", "Figure", "PeakMemory", "Stopwatch", "machine"]
 
 _COMMUNICATING = (
     "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "all_to_all", "all_to_all_single",
@@ -92,6 +94,31 @@ class Collectives:
             return original(*args, **kwargs)
 
         return counted
+
+
+class Connections:
+    """Counts, inside the block, what this rank sends over sockets of this package's own: connections that it opens,
+    pieces, and bytes."""
+
+    def __init__(self) -> None:
+        self.connections = self.pieces = self.bytes_sent = 0
+        self._connect, self._send = exchange._connect, exchange._send_piece
+
+    def __enter__(self) -> Connections:
+        exchange._connect, exchange._send_piece = self._connecting, self._sending
+        return self
+
+    def __exit__(self, *_failure: object) -> None:
+        exchange._connect, exchange._send_piece = self._connect, self._send
+
+    def _connecting(self, *args: Any) -> Any:
+        self.connections += 1
+        return self._connect(*args)
+
+    def _sending(self, line: Any, piece: memoryview, patience: Any) -> None:
+        self.pieces += 1
+        self.bytes_sent += len(piece)
+        self._send(line, piece, patience)
 
 
 class PeakMemory:

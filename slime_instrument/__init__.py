@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from slime_instrument._analysis.compare import compare
-    from slime_instrument._format.reader import read_rollout_dump, read_train_dump
+    from slime_instrument._format.dumps import read_rollout_dump, read_train_dump
     from slime_instrument._runtime import instrument, instrumented, status, uninstrument
 
 __all__ = [
@@ -35,8 +35,8 @@ _HOME = {
     "instrumented": "_runtime",
     "status": "_runtime",
     "uninstrument": "_runtime",
-    "read_rollout_dump": "_format.reader",
-    "read_train_dump": "_format.reader",
+    "read_rollout_dump": "_format.dumps",
+    "read_train_dump": "_format.dumps",
 }
 
 

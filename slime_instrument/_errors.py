@@ -6,19 +6,22 @@ interpreter start.
 
 from __future__ import annotations
 
+import functools
+import signal
 import sys
-from types import FrameType
+import traceback
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType
 
 __all__ = [
     "DumpError",
     "DumpFormatError",
     "InstrumentError",
-    "PatchError",
     "SettingsError",
     "TrainingPathError",
     "describe",
     "five_parts",
     "not_ours",
+    "traceback_text",
 ]
 
 
@@ -32,10 +35,6 @@ class SettingsError(InstrumentError, ValueError):
 
 class TrainingPathError(InstrumentError, ValueError):
     """The path of the train dump cannot work for this run. Raised when training starts, before the first rollout."""
-
-
-class PatchError(InstrumentError, RuntimeError):
-    """A target could not be patched, or a patch could not be taken back."""
 
 
 class DumpError(InstrumentError, RuntimeError):
@@ -66,39 +65,80 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def traceback_text(error: BaseException) -> str:
+    """The traceback of ``error`` as Python prints it. Never raises; :func:`describe` stands in."""
+    try:
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+    except Exception as failed:
+        return f"{describe(error)} (its traceback cannot be shown: {type(failed).__name__})"
+
+
 def not_ours(error: BaseException) -> bool:
     """Whether ``error`` was thrown into our code from outside and must reach the caller, as it would without us.
 
     Python runs signal handlers wherever the main thread happens to be, and ``PyThreadState_SetAsyncExc`` raises there;
     a watchdog of the user's may so raise in the middle of our work. Every ``except Exception`` of ours asks this first.
     Two things give such an exception away: a frame of its traceback is a signal handler (it was handed the very frame
-    that it interrupted), or its class is the user's while no code of the user's was called. An exception of a builtin
-    class set by ``PyThreadState_SetAsyncExc`` cannot be told from a failure of ours and counts as one.
+    that it interrupted, or it is the code of a handler that is installed now), or its class is the user's while no code
+    of the user's was called. An exception of a builtin class set by ``PyThreadState_SetAsyncExc`` cannot be told from a
+    failure of ours and counts as one.
     """
     if not isinstance(error, Exception):
         return True
     called_theirs = False
+    installed: set[CodeType] | None = None
     trace = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
-        if _handles_a_signal(frame):
+        if not _is_known(frame.f_globals.get("__name__")):
+            if installed is None:
+                installed = _codes_of_signal_handlers()
+            if frame.f_code in installed:
+                return True
+            called_theirs = True
+        # Not in frames of ours: looking at the locals of the one that caught the error would keep the error alive.
+        if not _is_ours(frame.f_globals.get("__name__")) and _was_handed_the_frame_it_interrupted(frame):
             return True
-        called_theirs = called_theirs or not _is_known(frame.f_globals.get("__name__"))
         trace = trace.tb_next
     return not called_theirs and not _is_known(type(error).__module__)
 
 
-def _handles_a_signal(frame: FrameType) -> bool:
+def _was_handed_the_frame_it_interrupted(frame: FrameType) -> bool:
     """Whether ``frame`` is a handler called as ``handler(number, interrupted frame)``."""
     code, interrupted = frame.f_code, frame.f_back
     if interrupted is None:
         return False
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 0x04)]
+    flags = bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)  # CO_VARARGS, CO_VARKEYWORDS
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + flags]
     for name in names:
         value = frame.f_locals.get(name)
         if value is interrupted or (type(value) is tuple and any(item is interrupted for item in value)):
             return True
     return False
+
+
+def _codes_of_signal_handlers() -> set[CodeType]:
+    """For handlers that let go of the frame they were handed."""
+    codes = set()
+    for number in signal.valid_signals():
+        handler: object = signal.getsignal(number)
+        for _ in range(8):  # partials of bound methods of callable objects, and what decorators made of them
+            if isinstance(handler, functools.partial):
+                handler = handler.func
+            elif isinstance(handler, MethodType):
+                handler = handler.__func__
+            elif isinstance(handler, FunctionType):
+                codes.add(handler.__code__)
+                handler = getattr(handler, "__wrapped__", None)
+            elif callable(handler) and not isinstance(handler, (type, BuiltinFunctionType)):
+                handler = getattr(type(handler), "__call__", None)  # noqa: B004  # the function is wanted
+            else:
+                break
+    return codes
+
+
+def _is_ours(module: object) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] == "slime_instrument"
 
 
 def _is_known(module: object) -> bool:

@@ -1,18 +1,144 @@
-"""Arming this process, and the one :class:`~slime_instrument._state.Runtime` that it then has."""
+"""The one object of an armed process, and the functions that arm, disarm and look at it."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from slime_instrument._activation import waiting
-from slime_instrument._patching.declaration import State
-from slime_instrument._patching.remarks import remarks
-from slime_instrument._patching.status import PatchStatus, Status
-from slime_instrument._state import Runtime
+from slime_instrument import _hooks
+from slime_instrument import _waiting as waiting
+from slime_instrument._dump.dumper import Dumper
+from slime_instrument._errors import DumpError, SettingsError, describe
+from slime_instrument._hooks.capture import CaptureSession, current_session
+from slime_instrument._hooks.process import Loaded
+from slime_instrument._live.watch import LiveMetrics
+from slime_instrument._log import log
+from slime_instrument._patching.failures import FailurePolicy
+from slime_instrument._patching.patch import State
+from slime_instrument._patching.patcher import Patcher
+from slime_instrument._patching.placement import Status
+from slime_instrument._settings import Settings
 
-__all__ = ["Runtime", "arm_quietly", "current", "instrument", "instrumented", "status", "uninstrument"]
+MOST_LOST_IN_A_ROW = 3
+"""Rollouts that may lose their dump to faults of ours, one after the other, before this rank steps out."""
+
+
+class Runtime:
+    """An armed process: its settings, patches and dumps. ``route`` says how it was armed, in words.
+
+    The hooks get it with each call, as their :class:`~slime_instrument._hooks.process.Process`.
+    """
+
+    def __init__(self, route: str, earlier: Runtime | None = None) -> None:
+        self.route = route
+        self.settings_error: SettingsError | None = None
+        try:
+            self.settings = Settings.from_environment()
+        except SettingsError as error:
+            # Kept for the start of training: arming may happen where raising would only print a traceback.
+            self.settings, self.settings_error = Settings(), error
+        self.patcher: Patcher = Patcher(
+            _hooks.HOOKS, FailurePolicy(lambda: self.settings.strict, listener=self._patch_failed), process=self
+        )
+        # A policy of its own: a file that could not be written says nothing against the dump that finds out.
+        self.live = LiveMetrics(self.settings)
+        self.dumper: Dumper = Dumper(
+            self.settings,
+            FailurePolicy(lambda: self.settings.strict).report,
+            self.live.after_dump,
+            earlier.dumper if earlier is not None else None,
+        )
+        self.loaded = Loaded()
+        self.stepped_out: str | None = None
+        """Why this rank makes no more dumps, once it does not."""
+        self._failures: dict[str, str] = {}
+        self._lost_in_a_row = 0
+
+    def refuse_bad_settings(self) -> None:
+        """SettingsError naming the variable that has a bad value."""
+        if self.settings_error is not None:
+            raise self.settings_error
+
+    def training_started(self, args: Any) -> None:
+        """Megatron is up and all that slime imports has been imported: announce this rank, and log that we are in."""
+        self.patcher.finalize()
+        patches = self.patcher.snapshots()
+        template = self.dumper.start(args, [(patch.name, patch.state, patch.reason) for patch in patches], self.route)
+        active, skipped = (sum(patch.state == state for patch in patches) for state in (State.ACTIVE, State.SKIPPED))
+        log(
+            logging.INFO,
+            "slime_instrument: armed by %s; %d patches active, %d not needed or stepped back, %d in all; "
+            "one train dump per rollout goes to %s",
+            self.route, active, skipped, len(patches), template,
+        )  # fmt: skip
+        if not _is_rank_0():
+            return  # what is wrong is the same on all ranks
+        for patch in patches:
+            if patch.state in (State.INCOMPATIBLE, State.FAILED, State.DRIFTED):
+                log(logging.WARNING, "slime_instrument: %s is %s: %s", patch.name, patch.state, patch.reason)
+        if self.settings.unknown:
+            log(logging.WARNING, "slime_instrument: unknown settings ignored: %s", ", ".join(self.settings.unknown))
+
+    def take_failures(self) -> dict[str, str]:
+        """Patch name -> what failed there while no capture session was open; forgotten here afterwards."""
+        taken, self._failures = self._failures, {}
+        return taken
+
+    def rollout_ended(self, session: CaptureSession) -> None:
+        """The ``train_actor`` call of ``session`` is over."""
+        self._lost_in_a_row = 0 if session.failure is None else self._lost_in_a_row + 1
+        if self._lost_in_a_row >= MOST_LOST_IN_A_ROW:
+            self.step_out(f"{self._lost_in_a_row} dumps in a row were lost to it, the last because {session.failure}")
+
+    def step_out(self, reason: str) -> None:
+        """Make no more dumps in this process, and tell the other ranks why, so that none waits for this one. slime's
+        own dump stays out of place: it would write one file per rank in the middle of a run."""
+        if self.stepped_out is not None:
+            return
+        self.stepped_out = reason
+        self.dumper.step_out(reason)
+        dump = self.patcher["train-dump"]
+        if dump.state in (State.ACTIVE, State.DRIFTED):
+            dump.fail_for_good(f"stepped out: {reason}")
+        log(
+            logging.ERROR,
+            "slime_instrument: this rank makes no more train dumps in this run: %s. Training goes on. "
+            "Please report it with the traceback above.",
+            reason,
+        )
+
+    def disarm(self) -> None:
+        if self.patcher.armed and self.stepped_out is None:
+            self.dumper.step_out("slime_instrument was taken off on this rank")
+        self.patcher.disarm()
+
+    def _patch_failed(self, where: str, error: BaseException, for_good: bool) -> None:
+        """A hook failed: this rollout's dump is skipped as a whole. When the dump itself failed, the other ranks may be
+        waiting in it; when something failed for good, they must not wait for this one any more."""
+        patch, session = self.patcher[where].patch, current_session()
+        if patch.optional:
+            return
+        text = f"{where} failed: {describe(error)}"
+        if not isinstance(error, DumpError):
+            # What fails while data are loaded concerns the rollout that trains next, also when another one trains now.
+            if session is None or patch.group == "positions":
+                self._failures.setdefault(where, text)
+            else:
+                session.fail(text)
+        if session is not None and patch.instead is not None:
+            self.dumper.give_up(session.rollout_id, text)
+        if for_good:
+            self.step_out(text)
+
+
+def _is_rank_0() -> bool:
+    import torch.distributed as dist
+
+    return not dist.is_initialized() or dist.get_rank() == 0
+
 
 _current: Runtime | None = None
 _arming = threading.RLock()  # slime may be imported, and so armed, by several threads at once
@@ -60,9 +186,7 @@ def uninstrument() -> None:
     with _arming:
         waiting.cancel()
         if _current is not None:
-            if _current.patcher.armed:
-                _current.step_out()
-            _current.patcher.disarm()
+            _current.disarm()
 
 
 @contextmanager
@@ -82,17 +206,12 @@ def status() -> Status:
     waits_as = waiting.route()
     # Armed, but nothing is loaded before slime is: what would be armed is looked at without arming it.
     runtime = _current if _current is not None and waits_as is None else Runtime(waits_as or "")
-    runtime.patcher.look_for_drift()
-    trained = any(record.calls for record in runtime.patcher if record.patch.group == "dump")
-    remarked = remarks(runtime.patcher, trained=trained)
-    patches = []
-    for record in runtime.patcher:
-        if waits_as is not None:
-            record.become(State.PENDING, "waiting for the import of slime")
-        shown = record.as_dict()
-        if record.patch.name in remarked:
-            shown["reason"] += f"; {remarked[record.patch.name]}"
-        patches.append(PatchStatus(**{key: shown[key] for key in PatchStatus.__dataclass_fields__}))
+    patcher = runtime.patcher
+    patcher.look_for_drift()
+    if waits_as is not None:
+        for placement in patcher:
+            placement.set_state(State.PENDING, "waiting for the import of slime")
+    trained = any(placement.calls for placement in patcher if placement.patch.group == "dump")
+    patches = patcher.snapshots(used=trained)
     failure = str(runtime.settings_error) if runtime.settings_error is not None else None
-    armed = runtime.patcher.armed or waits_as is not None
-    return Status(armed, runtime.route, runtime.settings.as_dict(), tuple(patches), failure)
+    return Status(patcher.armed or waits_as is not None, runtime.route, runtime.settings.as_dict(), patches, failure)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from slime_instrument._activation.switch import OFF, ON, PREFIX
 from slime_instrument._errors import SettingsError, five_parts
-from slime_instrument._live.alert import NO_ALERTS, Alerts, parse_alerts
+from slime_instrument._switch import OFF, ON, PREFIX, ROUTE_VARIABLE
+from slime_instrument._thresholds import NO_THRESHOLDS, Thresholds, parse_thresholds
 
 __all__ = ["Pins", "Settings"]
 
@@ -37,11 +37,13 @@ class Pins:
 class Settings:
     """What the user asked for. Build it with :meth:`from_environment`.
 
-    ``enabled`` is None while ``SLIME_INSTRUMENT`` is unset: then only an explicit import arms. ``bucket_bytes`` bounds
-    the extra memory of gathering, in bytes. ``timeout_s`` bounds the wait for another rank, in seconds.
-    ``async_write``: training goes on while the file is being written. ``metrics``: mismatch metrics are logged after
-    each dump. ``alert``: thresholds on them that are worth a warning. ``unknown`` lists variables with our prefix that
-    mean nothing here; they are reported, not refused, so that a newer setting does not stop an older install.
+    ``enabled`` is None while ``SLIME_INSTRUMENT`` is unset: then only an explicit import arms. ``bucket_mb`` bounds the
+    extra memory of gathering, in MiB. ``timeout_s`` bounds the wait for another rank and the time in which no byte
+    moves, in seconds. ``async_write``: training goes on while the file is being written; ``async_busy``: a dump that
+    comes while an earlier file is still being written waits for it ("wait") or is skipped ("skip"). ``metrics``:
+    mismatch metrics are logged after each dump. ``alert``: thresholds on them that are worth a warning. ``unknown``
+    lists variables with our prefix that mean nothing here; they are reported, not refused, so that a newer setting does
+    not stop an older install.
     """
 
     enabled: bool | None = None
@@ -52,9 +54,10 @@ class Settings:
     bucket_mb: float = 64.0
     timeout_s: float = 120.0
     async_write: bool = False
+    async_busy: str = "wait"
     cp_fields: tuple[str, ...] = ()
     metrics: bool = False
-    alert: Alerts = NO_ALERTS
+    alert: Thresholds = NO_THRESHOLDS
     unknown: tuple[str, ...] = ()
 
     @property
@@ -139,6 +142,12 @@ def _seconds(text: str) -> float:
     raise ValueError("a number of seconds from 0.01 to 1000000")
 
 
+def _wait_or_skip(text: str) -> str:
+    if text.lower() in ("wait", "skip"):
+        return text.lower()
+    raise ValueError("wait or skip")
+
+
 def _pins(text: str) -> Pins:
     ranges = []
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -164,9 +173,9 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "bucket_mb": _positive,
     "timeout_s": _seconds,
     "async_write": _switch,
+    "async_busy": _wait_or_skip,
     "cp_fields": _names,
     "metrics": _switch,
-    "alert": parse_alerts,
+    "alert": parse_thresholds,
 }
-# Set by this package itself for child processes; never by users.
-_NOT_SETTINGS = frozenset({f"{PREFIX}_ROUTE"})
+_NOT_SETTINGS = frozenset({ROUTE_VARIABLE})  # never set by users

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from slime_instrument import _runtime as runtime
-from slime_instrument import _state as state
-from slime_instrument._activation import waiting
-from slime_instrument._capture import CaptureSession, enter, leave
-from slime_instrument._errors import SettingsError
+from slime_instrument import _waiting as waiting
+from slime_instrument._errors import DumpError, SettingsError
+from slime_instrument._hooks.capture import SESSIONS, CaptureSession
+from slime_instrument._hooks.process import Loaded
 
 ROOT = Path(__file__).parents[1]
 LOADER = """
@@ -149,7 +146,7 @@ def test_the_training_side_imports_nothing_of_the_reading_side(python: Any) -> N
     found = python("""
         import slime_instrument as si
         import slime.utils.data
-        import slime_instrument._dump.pipeline
+        import slime_instrument._dump.dumper
         heavy = {"polars", "rich", "typer", "pydantic", "pyarrow", "click", "pandas"}
         show(heavy=sorted(heavy & set(sys.modules)))
     """)
@@ -227,76 +224,102 @@ def test_uninstrument_takes_the_watch_for_slime_away(clean: None, monkeypatch: p
     assert not waiting.is_waiting()
 
 
-def test_a_failure_concerns_the_rollout_in_which_it_happened(clean: None) -> None:
+class Told:
+    """In the place of the dump side: what it was told."""
+
+    def __init__(self) -> None:
+        self.given_up: list[tuple[int, str]] = []
+        self.stepped_out: list[str] = []
+
+    def give_up(self, rollout_id: int, reason: str) -> None:
+        self.given_up.append((rollout_id, reason))
+
+    def step_out(self, reason: str) -> None:
+        self.stepped_out.append(reason)
+
+
+@pytest.fixture
+def told(clean: None) -> Told:
+    """The current runtime's dump side, told and not asked."""
     runtime.instrument()
+    made: Any = Told()
+    runtime.current().dumper = made
+    return made  # type: ignore[no-any-return]
+
+
+def session(rollout_id: int = 0) -> CaptureSession:
+    return CaptureSession(rollout_id, {"response_lengths": [], "partition": []}, Loaded("partition", added=True))
+
+
+@pytest.mark.parametrize("where", ["data-loader", "train-actor", "rollout-metrics", "train-dump"])
+def test_what_fails_while_no_session_is_open_is_kept_for_the_next(told: Told, where: str) -> None:
     current = runtime.current()
-    current._failed("data-loader", ValueError("no"), False)
-    current._failed("data-loader", ValueError("later"), False)
-    assert current.take_failure() == "data-loader failed: ValueError: no"
-    assert current.take_failure() is None
-    session = CaptureSession(0, {"response_lengths": [], "partition": []})
-    handle = enter(session)
-    current._failed("log-probs", KeyError("x"), False)
-    leave(handle)
-    assert session.failure == "log-probs failed: KeyError: 'x'"
-    assert current.take_failure() is None
+    current._patch_failed(where, ValueError("no"), False)
+    current._patch_failed(where, ValueError("later"), False)
+    assert current.take_failures() == {where: f"{where} failed: ValueError: no"}
+    assert current.take_failures() == {}
 
 
-def test_a_failure_of_something_optional_costs_no_dump(clean: None) -> None:
-    runtime.instrument()
-    runtime.current()._failed("optimizer-step", ValueError("no"), False)
-    assert runtime.current().take_failure() is None
+@pytest.mark.parametrize("where", ["train-actor", "rollout-metrics", "micro-batches", "log-probs", "train-dump"])
+def test_what_fails_in_a_session_costs_its_rollout(told: Told, where: str) -> None:
+    open_now = session(5)
+    with SESSIONS.opened(open_now):
+        runtime.current()._patch_failed(where, KeyError("x"), False)
+    assert open_now.failure == f"{where} failed: KeyError: 'x'"
+    assert "partition" not in open_now.rollout_data
+    assert runtime.current().take_failures() == {}
+    # Others wait for this rank in the dump only.
+    assert told.given_up == ([(5, "train-dump failed: KeyError: 'x'")] if where == "train-dump" else [])
 
 
-def test_a_rank_that_steps_out_says_so_to_the_others(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    store: Any = dist.HashStore()
-    monkeypatch.setattr(state, "default_store", lambda: store)
-    monkeypatch.setattr(dist, "get_rank", lambda: 5)
-    runtime.instrument()
-    current = runtime.current()
-    current.announce()
-    assert store.check(["slime_instrument/armed/5"])
-    current._failed("train-dump", ValueError("no"), False)
-    assert store.check(["slime_instrument/armed/5"])
-    current._failed("train-dump", ValueError("no"), True)
-    assert not store.check(["slime_instrument/armed/5"])
-    current.announce()
-    assert not store.check(["slime_instrument/armed/5"])
+def test_data_that_fail_to_load_ahead_concern_the_rollout_that_trains_next(told: Told) -> None:
+    open_now = session()
+    with SESSIONS.opened(open_now):
+        runtime.current()._patch_failed("data-loader", ValueError("no"), False)
+    assert open_now.failure is None
+    assert set(runtime.current().take_failures()) == {"data-loader"}
 
 
-def test_a_rollout_that_is_trained_again_has_another_dump_key_also_after_arming_again(clean: None) -> None:
-    runtime.instrument()
-    keys = []
-    for rollout_id in (3, 3, 4, 3):
-        runtime.current().training_begins(rollout_id)
-        keys.append(runtime.current().dump_key(rollout_id))
-    assert keys == ["3/0", "3/1", "4/0", "3/2"]
-    runtime.uninstrument()
-    runtime.instrument()
-    runtime.current().training_begins(3)
-    assert runtime.current().dump_key(3) == "3/3"
+def test_a_failure_of_something_optional_costs_no_dump(told: Told) -> None:
+    open_now = session()
+    with SESSIONS.opened(open_now):
+        runtime.current()._patch_failed("optimizer-step", ValueError("no"), True)
+    assert (open_now.failure, runtime.current().take_failures(), told.stepped_out) == (None, {}, [])
 
 
-def test_the_first_dump_is_told_with_what_it_cost_and_the_others_are_not(
-    clean: None, caplog: pytest.LogCaptureFixture, tmp_path: Path
+def test_a_dump_that_was_given_up_is_no_failure_of_ours(told: Told) -> None:
+    open_now = session(4)
+    with SESSIONS.opened(open_now):
+        for _ in range(10):
+            runtime.current().patcher["train-dump"].failed(DumpError("the disk is full"))
+    assert open_now.failure is None
+    assert told.stepped_out == []
+    assert {reason for _, reason in told.given_up} == {"train-dump failed: DumpError: the disk is full"}
+    assert str(runtime.current().patcher["train-dump"].state) != "FAILED"
+
+
+def test_three_lost_rollouts_in_a_row_take_this_rank_out_and_the_others_are_told_why(
+    told: Told, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runtime.instrument()
-    caplog.set_level(logging.INFO, "slime_instrument")
-    runtime.current().training_begins(0)
-    for rollout_id in range(3):
-        runtime.current().wrote(rollout_id, tmp_path / f"{rollout_id}.pt", 2_500_000, 0.5)
-    (line,) = [record.getMessage() for record in caplog.records if "wrote" in record.getMessage()]
-    assert f"wrote {tmp_path / '0.pt'}, 2.5 MB in 0.50 s" in line
+    current = runtime.current()
+    bad, good = session(), session()
+    bad.fail("log-probs failed: KeyError: 'x'")
+    for each in (bad, bad, good, bad, bad):
+        current.rollout_ended(each)
+    assert told.stepped_out == []
+    current.rollout_ended(bad)
+    current.rollout_ended(bad)
+    assert told.stepped_out == [current.stepped_out]
+    assert "3 dumps in a row" in told.stepped_out[0]
+    assert "log-probs failed: KeyError: 'x'" in told.stepped_out[0]
+    lines = [record.getMessage() for record in caplog.records if "makes no more train dumps" in record.getMessage()]
+    assert len(lines) == 1
+    assert told.stepped_out[0] in lines[0]
+    runtime.uninstrument()
+    assert len(told.stepped_out) == 1
 
 
-def test_status_asks_nothing_of_objects_that_warn_when_asked(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Touchy:
-        def __getattribute__(self, name: str) -> Any:
-            raise AssertionError(f"asked for {name}")
-
-    module = ModuleType("touchy")
-    vars(module)["stand_in"] = Touchy()
-    monkeypatch.setitem(sys.modules, "touchy", module)
-    monkeypatch.setitem(sys.modules, "torch._dynamo", ModuleType("torch._dynamo"))
-    runtime.instrument()
-    assert runtime.status().armed
+def test_a_rank_that_is_unarmed_in_mid_run_says_so(told: Told) -> None:
+    runtime.uninstrument()
+    runtime.uninstrument()
+    assert told.stepped_out == ["slime_instrument was taken off on this rank"]

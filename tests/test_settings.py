@@ -120,7 +120,8 @@ def test_a_tiny_bucket_is_at_least_one_byte() -> None:
 
 
 def test_reading_settings_imports_nothing_heavy() -> None:
-    program = "import sys, slime_instrument._settings; print({'torch', 'wrapt', 'typer', 'rich', 'polars'} & set(sys.modules))"
+    heavy = "{'torch', 'wrapt', 'typer', 'rich', 'polars'}"
+    program = f"import sys, slime_instrument._settings; print({heavy} & set(sys.modules))"
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={"SLIME_INSTRUMENT": "0"}
     )

@@ -9,7 +9,7 @@ import os
 
 __all__ = ["start"]
 
-# Spelled as in slime_instrument._activation.switch, which must not be imported while the variable is off.
+# Spelled as in slime_instrument._switch, which must not be imported while the variable is off.
 OFF = ("", "0", "false", "no", "off")
 
 

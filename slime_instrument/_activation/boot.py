@@ -1,6 +1,6 @@
 """Arming before anything heavy is imported. Standard library only: the ``.pth`` calls this at interpreter start.
 
-Nothing of slime, torch or wrapt is loaded here: ``waiting`` arms just before the first import of slime.
+Nothing of slime, torch or wrapt is loaded here: ``_waiting`` arms just before the first import of slime.
 """
 
 from __future__ import annotations
@@ -8,12 +8,9 @@ from __future__ import annotations
 import os
 import sys
 
-from slime_instrument._activation import waiting
-from slime_instrument._activation.switch import is_on
+from slime_instrument import _waiting as waiting
+from slime_instrument._switch import ROUTE_VARIABLE, is_on
 
-__all__ = ["arm_on_import", "boot", "worker_process_setup_hook"]
-
-ROUTE_VARIABLE = "SLIME_INSTRUMENT_ROUTE"
 IMPORT_ROUTE = "import slime_instrument"
 
 
@@ -57,12 +54,16 @@ def _arm(how: str) -> None:
         from slime_instrument._runtime import arm_quietly
 
         arm_quietly(how)
-    except Exception:
+    except Exception as error:
         import logging
 
-        logging.getLogger("slime_instrument").exception(
-            "slime_instrument: could not arm; training goes on without instrumentation"
-        )
+        from slime_instrument._errors import not_ours, traceback_text
+        from slime_instrument._log import log
+
+        if not_ours(error):
+            raise
+        text = traceback_text(error)
+        log(logging.ERROR, "slime_instrument: could not arm; training goes on without instrumentation\n%s", text)
 
 
 def _under_pytest() -> bool:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from slime_instrument._errors import InstrumentError, five_parts
-from slime_instrument._hooks import declared
-from slime_instrument._patching.static import probe, read_module
-from slime_instrument._patching.status import PatchStatus
+from slime_instrument._hooks import HOOKS
+from slime_instrument._patching.fit import probe, read_module
+from slime_instrument._patching.placement import PatchStatus
 from slime_instrument._versions import checkout_version, installed
 
 __all__ = ["CheckResult", "check", "find_slime"]
@@ -31,7 +31,7 @@ class CheckResult:
     @property
     def applicable(self) -> bool:
         """Whether every patch that must fit does."""
-        optional = {patch.name for patch in declared() if patch.optional}
+        optional = {patch.name for patch in HOOKS if patch.optional}
         return all(patch.state != "INCOMPATIBLE" or patch.name in optional for patch in self.patches)
 
     def as_dict(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def check(slime: Path | None = None) -> CheckResult:
     root = find_slime() if slime is None else _checkout(slime)
     try:
         loss = read_module(root, _LOSS)
-        patches = tuple(probe(declared(), root))
+        patches = tuple(probe(HOOKS, root))
     except (SyntaxError, OSError, ValueError) as error:
         raise _refusal(str(root), "a slime that can be read", f"{error}", "Check out slime again.") from error
     if loss is None:

@@ -8,11 +8,10 @@ import shutil
 import sys
 from typing import NoReturn
 
-from slime_instrument._activation.boot import ROUTE_VARIABLE
-from slime_instrument._activation.installation import advice
-from slime_instrument._activation.switch import PREFIX
 from slime_instrument._errors import InstrumentError, five_parts
+from slime_instrument._installation import advice
 from slime_instrument._settings import Settings
+from slime_instrument._switch import PREFIX, ROUTE_VARIABLE
 
 __all__ = ["announcement", "launch"]
 
@@ -56,9 +55,9 @@ def launch(command: list[str]) -> NoReturn:
 
 def announcement(command: list[str]) -> str:
     """The one line: what runs, and what will be patched in it when slime is imported."""
-    from slime_instrument._hooks import declared
+    from slime_instrument._hooks import HOOKS
 
-    names = ", ".join(patch.name for patch in declared())
+    names = ", ".join(patch.name for patch in HOOKS)
     return f"slime_instrument: armed `{shlex.join(command)}`; when it imports slime, these are patched: {names}"
 
 

@@ -5,13 +5,11 @@ Temporaries of the size of a whole dump cost more time than the arithmetic, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-
-__all__ = ["BLOCK_TOKENS", "Block", "blocks_of"]
 
 BLOCK_TOKENS = 1 << 18
 """Whole pairs make a block, up to this many tokens; a longer pair is a block of its own."""
@@ -113,3 +111,37 @@ def blocks_of(
             train=train[tokens] if everything else train[tokens][part],
         )
         first, start = last, tokens.stop
+
+
+@dataclass(frozen=True)
+class PairSums:
+    """Sums over the chosen tokens of each pair. All are float64 of shape ``(S,)``.
+
+    Attributes:
+        counts: how many tokens.
+        signed: Σδ.
+        size: Σ\\|δ\\|.
+        largest: the largest \\|δ\\|; 0 for a pair without a token.
+    """
+
+    counts: torch.Tensor
+    signed: torch.Tensor
+    size: torch.Tensor
+    largest: torch.Tensor
+
+    @classmethod
+    def of(cls, blocks: Iterable[Block], n_pairs: int) -> PairSums:
+        """Add up all blocks of a table."""
+        counts, signed, size, largest = torch.zeros(4, n_pairs, dtype=torch.float64)
+        for block in blocks:
+            counts[block.pairs] = block.counts.double()
+            if len(block):
+                signed[block.pairs] = block.sums(block.delta)
+                size[block.pairs] = block.sums(block.size)
+                largest[block.pairs] = block.largest(block.size)
+        return cls(counts, signed, size, largest)
+
+    @property
+    def present(self) -> torch.Tensor:
+        """Pairs with a token, bool, shape ``(S,)``."""
+        return self.counts > 0

@@ -4,69 +4,153 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from slime_instrument._analysis.evidence import Finding, View
+from slime_instrument._analysis.diagnosis import Finding
+from slime_instrument._analysis.evidence import View
+from slime_instrument._analysis.facts import first_facts, last_facts
 from slime_instrument._analysis.findings import diagnose
-from slime_instrument._analysis.join import Join, join
-from slime_instrument._analysis.metrics import Limits, measure
-from slime_instrument._analysis.metrics.samples import per_sample, worst_tokens
-from slime_instrument._analysis.table import TokenTable
-from slime_instrument._analysis.tabulate import tabulate
+from slime_instrument._analysis.metrics import (
+    Limits,
+    Metrics,
+    SampleMetrics,
+    WorstToken,
+    measure,
+    per_sample,
+    worst_tokens,
+)
+from slime_instrument._analysis.table import TokenTable, tabulate
+from slime_instrument._analysis.verdict import Verdict, judge, unexplained
 from slime_instrument._errors import DumpFormatError, five_parts
-from slime_instrument._format.mapped import mappings
-from slime_instrument._format.plain import plain_value
-from slime_instrument._format.reader import read_rollout_dump, read_train_dump
-from slime_instrument._format.records import RolloutDump, TrainDump
-from slime_instrument._format.schema import PROVENANCE
-
-__all__ = ["Comparison", "compare"]
+from slime_instrument._format.dumps import RolloutDump, TrainDump, read_rollout_dump, read_train_dump
+from slime_instrument._format.join import Join, join
+from slime_instrument._format.values import plain_value
 
 PathLike = str | os.PathLike[str]
 
 
-class Comparison(dict[str, Any]):
-    """One rollout dump against its train dump: what ``--json`` prints, as a dict of plain values without NaN.
+@dataclass(frozen=True)
+class Origin:
+    """Where the train side's values come from, as its provenance says it; None where it does not.
 
-    Every key is an attribute too.
+    Attributes:
+        field: the field of the train side.
+        origin: such as ``recomputed`` or ``captured``.
+        absent: why the dump lacks the field.
+    """
+
+    field: str
+    origin: Any
+    absent: Any
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One rollout dump against its train dump.
+
+    ``comparison["n_tokens"]`` gives what ``--json`` has under that key.
 
     Attributes:
         rollout_dump, train_dump: what was compared; old per-rank files as the v2 dump that they convert to. A rollout
-            dump that was given by its path has long lists of numbers as ``array.array``.
+            dump that was given by its path has long lists of numbers as tensors.
         joined: who belongs to whom.
         table: the tokens of the joined samples.
-        diagnosis: the findings, with the tokens that each explains.
+        metrics: every metric.
+        findings: the causes that the data shows.
+        samples: metrics of each joined sample, in rollout order.
+        worst: the tokens that differ most.
+        log_probs: where the train side's values come from.
+        warnings: what could not be used, one sentence each.
+        verdict: the judgement on all of it.
     """
 
-    def __init__(
-        self,
-        record: dict[str, Any],
-        *,
-        rollout_dump: RolloutDump,
-        train_dump: TrainDump,
-        joined: Join,
-        table: TokenTable,
-        diagnosis: list[Finding],
-    ) -> None:
-        super().__init__(record)
-        self.rollout_dump, self.train_dump = rollout_dump, train_dump
-        self.joined, self.table, self.diagnosis = joined, table, diagnosis
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
+    rollout_dump: RolloutDump
+    train_dump: TrainDump
+    joined: Join
+    table: TokenTable
+    metrics: Metrics
+    findings: tuple[Finding, ...]
+    samples: tuple[SampleMetrics, ...]
+    worst: tuple[WorstToken, ...]
+    log_probs: Origin
+    warnings: tuple[str, ...]
+    verdict: Verdict
 
     @property
     def clean(self) -> bool:
         """Whether nothing was found. Thresholds are not part of this."""
-        return not self.diagnosis
+        return not self.findings
+
+    @property
+    def diagnosis(self) -> tuple[Finding, ...]:
+        """The findings."""
+        return self.findings
+
+    @property
+    def rollout_id(self) -> int | None:
+        """Of the train dump, else of the rollout dump."""
+        own = self.train_dump.rollout_id
+        return self.rollout_dump.rollout_id if own is None else own
+
+    @property
+    def n_train(self) -> int:
+        """Samples in the train dump."""
+        return len(self.train_dump.samples)
+
+    @property
+    def n_rollout(self) -> int:
+        """Samples in the rollout dump."""
+        return len(self.rollout_dump.samples)
+
+    @property
+    def n_joined(self) -> int:
+        """Samples that were joined."""
+        return len(self.joined.pairs)
+
+    @property
+    def n_tokens(self) -> int:
+        """Comparable tokens."""
+        return self.metrics.n_tokens
+
+    def value(self, name: str) -> float | None:
+        """A metric or count by its dotted name, for thresholds; infinite where it exceeds what a float holds.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        if name in ("n_train", "n_rollout", "n_joined"):
+            return float(getattr(self, name))
+        return self.metrics.value(name)
+
+    @cached_property
+    def _record(self) -> dict[str, Any]:
+        return {
+            "rollout": str(self.rollout_dump.path),
+            "train": [str(path) for path in self.train_dump.paths],
+            "rollout_id": self.rollout_id,
+            "n_train": self.n_train,
+            "n_rollout": self.n_rollout,
+            "n_joined": self.n_joined,
+            "n_tokens": self.n_tokens,
+            "log_probs": plain_value(asdict(self.log_probs)),
+            **self.metrics.as_dict(),
+            "unmatched": [one.as_dict() for one in self.joined.unmatched],
+            "findings": [finding.as_dict() for finding in self.findings],
+            "worst": [plain_value(asdict(one)) for one in self.worst],
+            "samples": [plain_value(asdict(one)) for one in self.samples],
+            "warnings": list(self.warnings),
+            "verdict": self.verdict.as_dict(),
+        }
 
     def as_dict(self) -> dict[str, Any]:
-        """The record as an ordinary dict."""
-        return dict(self)
+        """What ``slime-instrument compare --json`` prints: plain values without NaN."""
+        return dict(self._record)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._record[key]
 
 
 def compare(
@@ -88,7 +172,7 @@ def compare(
             other that the dump has, such as ``ref_log_probs``, or ``rollout_log_probs`` as training received them.
 
     Returns:
-        The comparison: a dict that is what ``slime-instrument compare --json`` prints.
+        The comparison; its ``as_dict()`` is what ``slime-instrument compare --json`` prints.
 
     Raises:
         DumpFormatError: a file cannot be read, is of another kind, the rollout is an evaluation's, or per-rank files
@@ -96,14 +180,16 @@ def compare(
         OSError: a file is missing or may not be read.
     """
     source, trained = rollout, train
-    with mappings() as opened:
-        if not isinstance(source, RolloutDump):
-            source = read_rollout_dump(source, allow_pickle=allow_pickle, compact=True)
-        if not isinstance(trained, TrainDump):
-            trained = read_train_dump(trained)
+    ours: list[RolloutDump | TrainDump] = []  # nobody else has them, so that their memory can be given back
+    if not isinstance(source, RolloutDump):
+        source = read_rollout_dump(source, allow_pickle=allow_pickle, compact=True)
+        ours.append(source)
+    if not isinstance(trained, TrainDump):
+        trained = read_train_dump(trained)
+        ours.append(trained)
     warnings: list[str] = []
     if trained.kind == "train-rank":
-        from slime_instrument._format.convert import convert_dump
+        from slime_instrument._convert import convert_dump
 
         converted = convert_dump(trained, rollout=source)
         trained, warnings = converted.dump, list(converted.warnings)
@@ -113,27 +199,54 @@ def compare(
     if field != "log_probs" and trained.samples and not any(field in sample for sample in trained.samples):
         raise DumpFormatError(_no_such_field(trained, field))
     joined = join(source, trained)
-    opened.release()
+    _give_back(ours)
     table = tabulate(joined.pairs, train_field=field)
-    opened.release()
-    diagnosis = diagnose(View(source, trained, joined, table))
-    record = {
-        "rollout": str(source.path),
-        "train": [str(path) for path in trained.paths],
-        "rollout_id": trained.rollout_id,
-        "n_train": len(trained.samples),
-        "n_rollout": len(source.samples),
-        "n_joined": len(joined.pairs),
-        "n_tokens": int(table.pair_sums.counts.sum()),
-        "log_probs": _origin(trained, field),
-        **measure(table, trained.rollout_id, limits or Limits()),
-        "unmatched": [one.as_dict() for one in joined.unmatched],
-        "findings": [finding.as_dict() for finding in diagnosis],
-        "worst": worst_tokens(table),
-        "samples": per_sample(table),
-        "warnings": [*warnings, *table.problems],
-    }
-    return Comparison(record, rollout_dump=source, train_dump=trained, joined=joined, table=table, diagnosis=diagnosis)
+    _give_back(ours)
+    origin = _origin(trained, field)
+    metrics = measure(table, limits, trainer_version=trained.provenance.weight_version)
+    findings = find_all(View(source, trained, joined, table))
+    why = _why_nothing(joined, metrics, origin) if not metrics.n_tokens else ""
+    return Comparison(
+        rollout_dump=source,
+        train_dump=trained,
+        joined=joined,
+        table=table,
+        metrics=metrics,
+        findings=findings,
+        samples=tuple(per_sample(table)),
+        worst=tuple(worst_tokens(table)),
+        log_probs=origin,
+        warnings=(*warnings, *table.problems),
+        verdict=judge(metrics, findings, n_joined=len(joined.pairs), why_nothing=why),
+    )
+
+
+def find_all(view: View) -> tuple[Finding, ...]:
+    """Every finding of a comparison: the exact facts, the causes that the numbers show, and what nothing explains."""
+    findings = first_facts(view)
+    explained = view.explained
+    for one in findings:
+        if one.tokens is not None:
+            explained = one.tokens if explained is None else explained | one.tokens
+    findings += diagnose(replace(view, explained=explained, memo={}))
+    findings += last_facts(view, findings)
+    named = any(one.code == "unexplained-mismatch" for one in findings)
+    left = None if named else unexplained(view, findings)
+    return tuple(findings if left is None else [*findings, left])
+
+
+def _why_nothing(joined: Join, metrics: Metrics, origin: Origin) -> str:
+    if not joined.pairs:
+        reasons = sorted({one.reason for one in joined.unmatched})
+        return f"no sample could be joined ({', '.join(reasons) or 'the dumps are empty'})"
+    counts = ", ".join(f"{count} {kind}" for kind, count in metrics.excluded.items() if count)
+    text = f"{len(joined.pairs)} samples were joined, but no token has both log-probs ({counts or 'no tokens'})"
+    return text if origin.absent is None else f"{text}; the train dump says: {origin.absent}"
+
+
+def _give_back(dumps: Sequence[RolloutDump | TrainDump]) -> None:
+    for dump in dumps:
+        dump.give_back_memory()
 
 
 def _no_such_field(train: TrainDump, field: str) -> str:
@@ -147,12 +260,6 @@ def _no_such_field(train: TrainDump, field: str) -> str:
     )
 
 
-def _origin(train: TrainDump, field: str) -> dict[str, Any]:
-    """Where the train side's values come from, as the file says it; None where it does not."""
-    for shard in train.dp_shards:
-        provenance = shard.get(PROVENANCE)
-        if isinstance(provenance, dict):
-            fields = provenance.get("fields")
-            origin = fields.get(field) if isinstance(fields, dict) else None
-            return {"field": field, "origin": plain_value(origin), "absent": plain_value(provenance.get(field))}
-    return {"field": field, "origin": None, "absent": None}
+def _origin(train: TrainDump, field: str) -> Origin:
+    provenance = train.provenance
+    return Origin(field, provenance.fields.get(field), provenance.record.get(field))

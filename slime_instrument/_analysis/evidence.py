@@ -1,84 +1,19 @@
-"""What a finding is, and what it is found in."""
+"""What a finding is found in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from slime_instrument._analysis.blocks import Block
-from slime_instrument._analysis.join import Join
-from slime_instrument._analysis.percentiles import percentiles
-from slime_instrument._analysis.sums import PairSums
+from slime_instrument._analysis.blocks import Block, PairSums
+from slime_instrument._analysis.statistics import percentiles
 from slime_instrument._analysis.table import TokenTable
-from slime_instrument._format.plain import plain_value
-from slime_instrument._format.records import RolloutDump, TrainDump
-
-__all__ = ["Estimate", "Finding", "View"]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The number behind a finding.
-
-    Attributes:
-        name: what is estimated, such as ``temperature`` or ``mass``.
-        value, low, high: the estimate and the interval that holds the truth in about 95 of 100 cases.
-        n_tokens: trained tokens that it rests on.
-        needed: the fewest such tokens with which this would still have been named, at the same size of the fault.
-        looks_like: what else would show in the same way.
-    """
-
-    name: str
-    value: float
-    low: float
-    high: float
-    n_tokens: int
-    needed: int
-    looks_like: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
-        found = plain_value(vars(self) | {"looks_like": list(self.looks_like)})
-        assert isinstance(found, dict)
-        return found
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A named cause.
-
-    Attributes:
-        code: name of the cause; ``docs/findings.md`` has a section of that name.
-        message: what the data shows, with numbers, and what it usually means.
-        samples: rollout positions of the samples that show it.
-        evidence: the numbers, as plain values.
-        tokens: the tokens that this explains, bool, shape ``(N,)``; later findings do not look at them.
-        estimate: the size of the fault, where it has one.
-    """
-
-    code: str
-    message: str
-    samples: tuple[int, ...]
-    evidence: Mapping[str, Any] = field(default_factory=dict)
-    tokens: torch.Tensor | None = None
-    estimate: Estimate | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Without ``tokens``, as plain values; what is not finite is None."""
-        return {
-            "code": self.code,
-            "message": self.message,
-            "samples": list(self.samples),
-            "evidence": plain_value(dict(self.evidence)),
-            "estimate": self.estimate.as_dict() if self.estimate else None,
-        }
+from slime_instrument._format.dumps import RolloutDump, TrainDump
+from slime_instrument._format.join import Join
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from slime_instrument._analysis.arrays import integers
 from slime_instrument._analysis.evidence import View
+from slime_instrument._format.values import integers
 
 __all__ = ["History", "history_of"]
 

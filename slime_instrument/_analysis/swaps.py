@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from slime_instrument._analysis.arrays import integers
 from slime_instrument._analysis.evidence import View
+from slime_instrument._format.values import integers
 
 __all__ = ["swapped_by_tokens", "swapped_by_values"]
 

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from slime_instrument._activation import switch, waiting
+from slime_instrument import _switch as switch
+from slime_instrument import _waiting as waiting
 from slime_instrument._cli import check, compare, convert, demo, export, inspect, report, run, status, validate, view
 from slime_instrument._cli.output import CANNOT_LOOK
 

@@ -2,30 +2,67 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from slime_instrument._cli.output import (
+    CANNOT_LOOK,
     WRONG,
     AllowPickle,
     Json,
+    UsageError,
+    console,
     finish,
+    note,
     print_json,
     progress,
     reporting_errors,
+    shown,
+)
+from slime_instrument._errors import five_parts
+from slime_instrument._thresholds import (
+    COUNTS,
+    METRICS,
+    Threshold,
+    Thresholds,
+    parse_threshold,
+    shown_value,
 )
 
 if TYPE_CHECKING:
     from slime_instrument._analysis.compare import Comparison
-    from slime_instrument._analysis.thresholds import Threshold
+    from slime_instrument._analysis.verdict import Verdict
 
+_EDGES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
+_BAR = 40
+_SHOWN = 8
 _EPILOG = (
     "Examples: slime-instrument compare dumps/rollout_data/0.pt dumps/train_data/0.pt --fail-above abs_diff.mean=0.05; "
     "slime-instrument compare dumps/rollout_data dumps/train_data (every rollout, as a trend); "
     "slime-instrument compare rollout_data/0.pt train_data/0_*.pt (old per-rank files)"
 )
+
+
+class FailOn(str, Enum):
+    """From which verdict on a comparison fails."""
+
+    fault = "fault"
+    unexplained = "unexplained"
+    nothing_compared = "nothing-compared"
+    never = "never"
+
+
+class Annotations(str, Enum):
+    """Forms that CI systems read."""
+
+    github = "github"
+    junit = "junit"
 
 
 def compare(
@@ -35,48 +72,242 @@ def compare(
     ],
     fail_above: Annotated[
         list[str] | None,
-        typer.Option(metavar="METRIC=VALUE", help="Exit 1 if the metric is above. Names as in --json, with dots."),
+        typer.Option(
+            "--fail-above",
+            "--fail-if",
+            metavar="METRIC>VALUE",
+            help=f"Exit 1 if the metric is above the value, or with < below it. Metrics: {', '.join(METRICS)}; "
+            f"counts: {', '.join(COUNTS)}.",
+        ),
     ] = None,
     field: Annotated[
         str, typer.Option(help="Train field to compare, such as ref_log_probs or the train side's rollout_log_probs.")
     ] = "log_probs",
+    fail_on: Annotated[
+        FailOn,
+        typer.Option(
+            help="From which verdict on the exit status is 1. Having compared nothing is 2 unless it is named here."
+        ),
+    ] = FailOn.unexplained,
+    annotations: Annotated[
+        Annotations | None,
+        typer.Option(help="Write the verdicts for a CI system, too: github to stderr, junit to --annotations-file."),
+    ] = None,
+    annotations_file: Annotated[
+        Path, typer.Option(metavar="FILE.xml", help="Where --annotations junit writes.")
+    ] = Path("slime-instrument.xml"),
     allow_pickle: AllowPickle = False,
     json: Json = False,
 ) -> None:
     """Join by position, confirm by tokens, measure the mismatch, name its cause.
 
-    Exit status 1: something was found, or a threshold was passed. 2: a file could not be read.
+    The last line is the verdict. Exit status 1: the verdict is as bad as --fail-on says, or a threshold was passed.
+    2: nothing could be compared, or a file could not be read.
     """
     with reporting_errors(as_json=json), progress("reading") as say:
         from slime_instrument._analysis import compare as analysis
-        from slime_instrument._analysis.thresholds import parse_threshold, passed
-        from slime_instrument._analysis.trend import pair_files, trend
+        from slime_instrument._analysis.trend import trend
+        from slime_instrument._analysis.verdict import fails, judge_all
+        from slime_instrument._format.pairs import find_pairs, no_pairs
 
-        thresholds = [parse_threshold(text) for text in fail_above or ()]
+        thresholds = _thresholds(fail_above or ())
         comparisons: list[Comparison] = []
-        pairs = pair_files(rollout, train, allow_pickle=allow_pickle)
-        for pair in pairs:
-            say(f"comparing {pair.rollout.name} ({len(comparisons) + 1} of {len(pairs)})")
+        given = [rollout, *train]
+        pairing = find_pairs(given, allow_pickle=allow_pickle)
+        for pair in pairing.pairs:
+            say(f"comparing {pair.rollout.name} ({len(comparisons) + 1} of {len(pairing.pairs)})")
             sources = pair.train[0] if len(pair.train) == 1 else pair.train
             comparisons.append(analysis.compare(pair.rollout, sources, allow_pickle=allow_pickle, field=field))
-        above = [passed(one, thresholds) for one in comparisons]
+        if not comparisons:
+            raise no_pairs(given, pairing, "Nothing was compared.")
+        broken = [thresholds.broken(one.value) for one in comparisons]
+        overall = judge_all([one.verdict for one in comparisons], [pair.name for pair in pairing.pairs])
+    for left in pairing.skipped:
+        note(f"slime-instrument: not used: {left.file}: {left.reason}")
     if json:
-        records = [{**one, "passed_thresholds": over} for one, over in zip(comparisons, above, strict=True)]
-        print_json(records[0] if len(records) == 1 else {"pairs": records, "trend": trend(comparisons)})
+        records = [
+            {**one.as_dict(), "passed_thresholds": [_passed(one, limit) for limit in over]}
+            for one, over in zip(comparisons, broken, strict=True)
+        ]
+        together = {"pairs": records, "trend": trend(comparisons), "verdict": overall.as_dict()}
+        print_json(records[0] if len(records) == 1 else together)
     else:
-        _print_all(comparisons, above, thresholds)
-    if any(above) or not all(one.clean for one in comparisons):
+        if len(comparisons) > 1:
+            print_trend(comparisons)
+        for one, over in zip(comparisons, broken, strict=True):
+            if len(comparisons) == 1 or over or one.verdict.level != "ok":
+                print_comparison(one, over)
+        print_verdict(overall, broken)
+    if annotations is not None:
+        _annotate(annotations, annotations_file, comparisons, broken, fail_on)
+    if pairing.unreadable:
+        finish(CANNOT_LOOK)
+    nothing = any(one.verdict.level == "nothing-compared" for one in comparisons)
+    failed = any(broken) or any(fails(one.verdict.level, fail_on.value) for one in comparisons)
+    if nothing and fail_on not in (FailOn.never, FailOn.nothing_compared):
+        finish(CANNOT_LOOK)
+    if failed:
         finish(WRONG)
 
 
-def _print_all(comparisons: list[Comparison], above: list[list[dict[str, Any]]], thresholds: list[Threshold]) -> None:
-    from slime_instrument._cli.mismatch import print_comparison, print_trend
+def _thresholds(texts: Sequence[str]) -> Thresholds:
+    try:
+        return Thresholds(tuple(parse_threshold(text, names=METRICS + COUNTS) for text in texts))
+    except ValueError as error:
+        raise UsageError(
+            five_parts(
+                "--fail-above",
+                expected=str(error),
+                found=repr(list(texts)),
+                follows="Nothing was compared.",
+                next_step="Example: --fail-above 'abs_diff.mean>0.05'",
+            )
+        ) from None
 
-    if len(comparisons) > 1:
-        print_trend(comparisons)
-    for one, over in zip(comparisons, above, strict=True):
-        if len(comparisons) == 1 or over or not one.clean:
-            print_comparison(one, over, thresholds)
+
+def _passed(comparison: Comparison, limit: Threshold) -> dict[str, Any]:
+    from slime_instrument._format.values import plain_value
+
+    return {
+        "metric": limit.metric,
+        "sign": limit.sign,
+        "limit": limit.limit,
+        "value": plain_value(comparison.value(limit.metric)),
+    }
+
+
+def print_comparison(comparison: Comparison, above: Sequence[Threshold]) -> None:
+    """Print one comparison; ``above``: the thresholds that it passed."""
+    from rich.table import Table
+
+    out = console()
+    files = ", ".join(comparison["train"][:2]) + (" …" if len(comparison["train"]) > 2 else "")
+    out.print(shown(f"rollout {comparison['rollout_id']}: {comparison['rollout']} against {files}"))
+    out.print(
+        f"{comparison['n_joined']} samples joined ({comparison['n_rollout']} in the rollout, "
+        f"{comparison['n_train']} in training), {comparison['n_tokens']} comparable tokens"
+    )
+    if comparison["log_probs"]["field"] != "log_probs":
+        out.print(f"train side: {shown(comparison['log_probs']['field'])}")
+    excluded = ", ".join(f"{n} {kind}" for kind, n in comparison["excluded"].items() if n)
+    if excluded:
+        out.print(f"left out: {excluded} (tokens; removed: samples)")
+    _print_unmatched(comparison)
+    if comparison["n_tokens"]:
+        table = Table(box=None, pad_edge=False)
+        for heading in ("metric", "value"):
+            table.add_column(heading)
+        for name, value in _rows(comparison):
+            table.add_row(name, _number(value))
+        out.print(table)
+        _print_histogram(comparison)
+    for finding in comparison.findings:
+        out.print(f"[bold red]{shown(finding.code)}[/] {shown(finding.message)}")
+        positions = ", ".join(map(str, finding.samples[:_SHOWN]))
+        more = f" … ({len(finding.samples)} in all)" if len(finding.samples) > _SHOWN else ""
+        out.print(f"  positions {positions}{more}; docs/findings.md, section {finding.code}")
+    for warning in comparison["warnings"][:_SHOWN]:
+        out.print(f"[yellow]warning[/] {shown(warning)}")
+    for over in above:
+        value = shown_value(comparison.value(over.metric))
+        out.print(f"[bold red]threshold passed[/] {over.metric} is {value}; limit {over.sign} {over.limit:g}")
+
+
+def print_trend(comparisons: Sequence[Comparison]) -> None:
+    """One line per rollout."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("rollout", "joined", "tokens", "mean |δ|", "p99 |δ|", "k3", "ess", "verdict", "findings"):
+        table.add_column(heading)
+    for one in comparisons:
+        codes = ", ".join(finding.code for finding in one.findings)
+        numbers = (one["abs_diff"]["mean"], one["abs_diff"]["p99"], one["k3"], one["ess"])
+        counts = (str(one["rollout_id"]), f"{one['n_joined']}/{one['n_rollout']}", str(one["n_tokens"]))
+        table.add_row(*counts, *map(_number, numbers), one.verdict.level, codes or "-")
+    console().print(table)
+
+
+def _rows(comparison: Comparison) -> list[tuple[str, Any]]:
+    rows = [(f"|δ| {name}", value) for name, value in comparison["abs_diff"].items()]
+    rows += [(name, comparison[name]) for name in ("k1", "k2", "k3", "ess", "token_mult_prob_error", "chi2_token")]
+    rows.append(("correlation of probabilities", comparison["prob_diff"]["pearson"]))
+    return rows
+
+
+def _print_unmatched(comparison: Comparison) -> None:
+    counts: dict[tuple[str, str], list[Any]] = {}
+    for one in comparison["unmatched"]:
+        name = one["position"] if one["position"] is not None else f"index {one['index']}"
+        counts.setdefault((one["side"], one["reason"]), []).append(name)
+    for (side, reason), names in counts.items():
+        shown = ", ".join(map(str, names[:_SHOWN])) + (" …" if len(names) > _SHOWN else "")
+        console().print(f"{len(names)} {side} samples {reason}: {shown}")
+
+
+def _print_histogram(comparison: Comparison) -> None:
+    import torch
+
+    size = comparison.table.size
+    counts = torch.bincount(torch.bucketize(size, torch.tensor(_EDGES), right=True), minlength=len(_EDGES) + 1)
+    most = max(1, int(counts.max()))
+    edges = ["0", *(f"{edge:g}" for edge in _EDGES)]
+    labels = [f"{low} to {high}" for low, high in itertools.pairwise(edges)] + [f"{edges[-1]} and more"]
+    full, least = ("█", "▏") if _can_print("█▏") else ("#", ".")
+    for label, count in zip(labels, counts.tolist(), strict=True):
+        bar = full * round(_BAR * count / most) or (least if count else "")
+        console().print(f"  |δ| {label:<16} {bar} {count}")
+
+
+def _can_print(text: str) -> bool:
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def print_verdict(verdict: Verdict, broken: Sequence[Sequence[Threshold]]) -> None:
+    """The last line: the verdict, and how many thresholds were passed."""
+    colour = {"ok": "green", "unexplained": "yellow", "fault": "bold red", "nothing-compared": "bold red"}
+    passed = [str(limit) for over in broken for limit in over]
+    extra = f"; thresholds passed: {', '.join(dict.fromkeys(passed))}" if passed else ""
+    console().print(f"verdict: [{colour[verdict.level]}]{shown(verdict.text)}[/]{shown(extra)}")
+
+
+def _annotate(
+    form: Annotations,
+    file: Path,
+    comparisons: Sequence[Comparison],
+    broken: Sequence[Sequence[Threshold]],
+    fail_on: FailOn,
+) -> None:
+    """One entry per comparison, for GitHub's log or as JUnit's XML."""
+    from xml.sax.saxutils import escape, quoteattr
+
+    from slime_instrument._analysis.verdict import fails
+
+    cases, failures = [], 0
+    for one, over in zip(comparisons, broken, strict=True):
+        text = " ".join([one.verdict.text, *(f"threshold passed: {limit}" for limit in over)])
+        failed = bool(over) or fails(one.verdict.level, fail_on.value)
+        failures += failed
+        name = f"rollout {one.rollout_id}"
+        if form is Annotations.github:
+            level = "error" if failed else "notice"
+            line = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+            note(f"::{level} title=slime-instrument, {name}::{line}")
+            continue
+        body = f"<failure message={quoteattr(text)}/>" if failed else f"<system-out>{escape(text)}</system-out>"
+        cases.append(f'<testcase classname="slime-instrument compare" name={quoteattr(name)}>{body}</testcase>')
+    if form is Annotations.junit:
+        suite = f'<testsuite name="slime-instrument compare" tests="{len(cases)}" failures="{failures}">'
+        head = '<?xml version="1.0" encoding="UTF-8"?>'
+        file.write_text("\n".join([head, suite, *cases, "</testsuite>", ""]), encoding="utf-8")
+
+
+def _number(value: Any) -> str:
+    return "-" if value is None else f"{value:.6g}"
 
 
 def register(app: typer.Typer) -> None:

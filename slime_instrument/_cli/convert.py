@@ -37,7 +37,7 @@ def convert(
     Exit status 2: a file could not be read, or the layout is not proven; nothing is written then.
     """
     with reporting_errors(as_json=json), progress("converting"):
-        from slime_instrument._format.convert import convert_files
+        from slime_instrument._convert import convert_files
 
         converted = convert_files(
             old, output, rollout=rollout, allow_pickle=allow_pickle, tp=tp, pp=pp, cp=cp, dp=dp, order=order

@@ -25,6 +25,10 @@ def demo(
     cp: Annotated[int | None, typer.Option(min=1, metavar="N", help="Context-parallel size.")] = None,
     dp: Annotated[int | None, typer.Option(min=1, metavar="N", help="Data-parallel size.")] = None,
     rollouts: Annotated[int, typer.Option(min=1, metavar="N", help="Rollouts to train.")] = 2,
+    fault: Annotated[
+        str | None,
+        typer.Option(metavar="NAME[:VALUE]", help="Plant a fault, to see its picture; a wrong name lists them."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Train a tiny model on the CPU under instrumentation, and say what agrees.
@@ -37,7 +41,7 @@ def demo(
 
         source = slime if slime is not None else default_source()
         with progress("training") as say:
-            result = train(out, slime=source, **_layout(tp, pp, cp, dp), rollouts=rollouts, progress=say)
+            result = train(out, slime=source, **_layout(tp, pp, cp, dp), rollouts=rollouts, fault=fault, progress=say)
         if result.report is None:
             note(result.report_note)
         if json:

@@ -22,7 +22,7 @@ def inspect(
 ) -> None:
     """Show what is in a dump: kind, samples, fields with their types and shapes, shards."""
     with reporting_errors(as_json=json):
-        from slime_instrument._format.inspect import inspect_dump
+        from slime_instrument._format.summary import inspect_dump
 
         record = inspect_dump(dump, sample=sample, allow_pickle=allow_pickle)
         if json:

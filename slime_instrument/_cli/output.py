@@ -15,28 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from slime_instrument._errors import InstrumentError
+
 if TYPE_CHECKING:
     from rich.console import Console
-
-__all__ = [
-    "CANNOT_LOOK",
-    "FINE",
-    "WRONG",
-    "AllowPickle",
-    "Json",
-    "console",
-    "fail",
-    "finish",
-    "note",
-    "print_json",
-    "progress",
-    "reporting_errors",
-    "shown",
-]
 
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 FINE, WRONG, CANNOT_LOOK = 0, 1, 2
+
+
+class UsageError(InstrumentError, ValueError):
+    """An option that cannot be used."""
+
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; everything else on stderr.")]
 AllowPickle = Annotated[
@@ -92,8 +83,6 @@ def fail(message: str, *, as_json: bool = False) -> NoReturn:
 @contextlib.contextmanager
 def reporting_errors(*, as_json: bool = False) -> Iterator[None]:
     """Turn errors that a user can act on into one line and exit status 2. Everything else is a bug and stays loud."""
-    from slime_instrument._errors import InstrumentError
-
     try:
         yield
     except InstrumentError as error:

@@ -54,7 +54,7 @@ def report(
 
 
 def _print(written: Report) -> None:
-    print(written.verdict.headline)
+    print(written.verdict.text)
     for question, answer, _ in written.verdict.answers:
         print(f"  {question}: {answer}")
     for one in written.left_out:

@@ -13,7 +13,7 @@ def status(json: Json = False) -> None:
     """Show the settings, how this environment arms, and the state of each patch."""
     with reporting_errors(as_json=json):
         import slime_instrument
-        from slime_instrument._activation.installation import advice
+        from slime_instrument._installation import advice
 
         current = slime_instrument.status()
         if json:

@@ -12,6 +12,7 @@ from slime_instrument._cli.output import (
     WRONG,
     AllowPickle,
     Json,
+    UsageError,
     console,
     finish,
     note,
@@ -21,7 +22,7 @@ from slime_instrument._cli.output import (
 )
 
 if TYPE_CHECKING:
-    from slime_instrument._format.findings import Finding
+    from slime_instrument._validate.problems import Problem
 
 _EPILOG = "Example: slime-instrument validate dumps/train_data/0.pt --rollout dumps/rollout_data/0.pt"
 _SHOWN_PER_CODE = 10
@@ -40,19 +41,23 @@ def validate(
     Exit status 1: something is wrong. 2: a file could not be read; the others are still checked.
     """
     with reporting_errors(as_json=json):
-        from slime_instrument._format.validate import validate_files
+        from slime_instrument._format.pairs import dump_files
+        from slime_instrument._validate import validate_files
 
-        report = validate_files(dumps, rollout=rollout, allow_pickle=allow_pickle)
-    for finding in report.unreadable:
-        note(f"slime-instrument: {finding.message}")
+        files = dump_files(dumps)
+        if not files:
+            raise UsageError(f"{dumps[0]}: holds no dumps. Nothing was validated.")
+        report = validate_files(files, rollout=rollout, allow_pickle=allow_pickle)
+    for problem in report.unreadable:
+        note(f"slime-instrument: {problem.message}")
     if json:
         print_json(report.as_dict())
     else:
-        _print("error", [finding for finding in report.errors if finding.code != "unreadable"])
+        _print("error", [problem for problem in report.errors if problem.code != "unreadable"])
         _print("warning", report.warnings)
-        looked = len(dumps) - len(report.unreadable)
+        looked = len(files) - len(report.unreadable)
         print(
-            f"{looked} of {len(dumps)} files read: {len(report.errors) - len(report.unreadable)} errors, "
+            f"{looked} of {len(files)} files read: {len(report.errors) - len(report.unreadable)} errors, "
             f"{len(report.warnings)} warnings"
         )
     if report.unreadable:
@@ -61,15 +66,15 @@ def validate(
         finish(WRONG)
 
 
-def _print(level: str, findings: list[Finding]) -> None:
+def _print(level: str, findings: list[Problem]) -> None:
     out = console()
     colour = {"error": "red", "warning": "yellow"}[level]
-    by_code: dict[str, list[Finding]] = {}
-    for finding in findings:
-        by_code.setdefault(finding.code, []).append(finding)
+    by_code: dict[str, list[Problem]] = {}
+    for problem in findings:
+        by_code.setdefault(problem.code, []).append(problem)
     for code, group in by_code.items():
-        for finding in group[:_SHOWN_PER_CODE]:
-            out.print(f"[{colour}]{level}[/] {shown(f'{finding.file}: [{code}] {finding.message}')}")
+        for problem in group[:_SHOWN_PER_CODE]:
+            out.print(f"[{colour}]{level}[/] {shown(f'{problem.file}: [{code}] {problem.message}')}")
         if len(group) > _SHOWN_PER_CODE:
             out.print(f"  and {len(group) - _SHOWN_PER_CODE} more of {code} (--json has all of them)")
 

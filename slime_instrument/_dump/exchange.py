@@ -1,185 +1,757 @@
-"""Bring every rank's contribution to the writer, each byte once, and into place there while more is on its way."""
+"""Agree that all ranks are ready, then bring every rank's bytes to the writer. Nothing here touches training's groups.
+
+Agreeing goes through the job's key-value store, over a connection of our own: one atomic decision, "go" or "skip", that
+every rank obeys. Whoever gives up decides "skip" and the others stop waiting at once.
+
+Bytes travel over sockets of our own between each rank and the writer. A collective that times out would leave its
+process group broken for training, and messages on a group of training's could meet the user's own. Here whatever goes
+wrong ends with a closed socket, which the other end sees at once.
+
+Two things are bounded, and neither depends on the size of the dump: the wait until all ranks are ready, and standing
+still, that is the time in which not one byte moved.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
+import logging
+import os
 import pickle
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+import secrets
+import select
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-import torch
+from slime_instrument._dump.contribute import Contribution, Description, Topology
+from slime_instrument._dump.zigzag import Restoring, Sink, bytes_of
+from slime_instrument._errors import DumpError, describe, not_ours
 
-from slime_instrument._dump.agreement import Agreement
-from slime_instrument._dump.restore import Restorer, Shard
-from slime_instrument._dump.shard import Contribution, Manifest
-from slime_instrument._dump.topology import Topology
-from slime_instrument._dump.transport import Receiving, Transport
+logger = logging.getLogger("slime_instrument")
 
-__all__ = ["Announcement", "message_bytes", "own_shard", "receive_all", "send_own"]
+_ROOT = "slime_instrument"
 
-_PIECES = 4
-_SMALL = 1 << 20
+
+class NotAgreed(DumpError):
+    """The ranks do not dump this rollout; the message says why. No fault of the rank that hears it."""
+
+
+class Store(Protocol):
+    """The part of ``torch.distributed.Store`` that is used."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+    def delete_key(self, key: str) -> bool: ...
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who is armed
+
+
+class Presence:
+    """This rank's connection to the job's store, and what the ranks say of themselves there.
+
+    slime may destroy its process groups between rollouts and make others, with another store; :meth:`connect` follows.
+    """
+
+    def __init__(self) -> None:
+        self.store: Store | None = None
+        self._of: Any = None
+        self._rank = -1
+        self._out: str | None = None
+
+    def connect(self) -> Store:
+        """The store of the default process group as it is now, with this rank announced in it."""
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d
+
+        current = distributed_c10d._get_default_store()
+        if self.store is None or current is not self._of:
+            self.store, self._of, self._rank = _own_connection(current), current, dist.get_rank()
+            self._announce(self.store)
+        return self.store
+
+    def _announce(self, store: Store) -> None:
+        if self._out is None:
+            store.set(f"{_ROOT}/armed/{self._rank}", "1")
+        else:
+            store.set(f"{_ROOT}/armed/{self._rank}", f"out:{self._out}")
+            store.add(f"{_ROOT}/out", 1)
+
+    @property
+    def connected(self) -> bool:
+        return self.store is not None
+
+    def step_out(self, reason: str) -> None:
+        """Say that nobody shall wait for this rank again, and why. Never raises."""
+        self._out = reason
+        if self.store is not None:
+            try:
+                self._announce(self.store)
+            except Exception as error:
+                if not_ours(error):
+                    raise
+
+    def absent(self, ranks: Sequence[int]) -> str | None:
+        """Which of ``ranks`` will not take part, with the reason each gave; None when all are there."""
+        assert self.store is not None
+        keys = {rank: f"{_ROOT}/armed/{rank}" for rank in ranks}
+        if self.store.check(list(keys.values())) and not self.store.add(f"{_ROOT}/out", 0):
+            return None  # two questions in the common case
+        unarmed = [rank for rank, key in keys.items() if not self.store.check([key])]
+        reasons = [f"rank(s) {unarmed} train without instrumentation"] if unarmed else []
+        for rank in ranks:
+            said = "1" if rank in unarmed else self.store.get(keys[rank]).decode()
+            if said != "1":
+                reasons.append(f"rank {rank} dumps no more ({said.removeprefix('out:')})")
+        return "; ".join(reasons) or None
+
+
+def _own_connection(store: Any) -> Any:
+    """Another connection to the same store, so that no wait of ours holds a lock of training's."""
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError, NotImplementedError):  # older torch, or a store that cannot
+        return store
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Waiting
+
+
+class Patience:
+    """A bounded wait that says what it waits for. ``limit_s`` bounds the time since :meth:`moved` was last called.
+
+    Only time that passed in here counts: a process that was stopped and continued has not been waiting.
+    """
+
+    _SAY_AFTER_S = 10.0
+
+    def __init__(self, limit_s: float, what: Callable[[], str], say: Callable[[str], None]) -> None:
+        self._limit_s, self._what, self._say = limit_s, what, say
+        self._still_s = self._all_s = 0.0
+        self._say_at_s = self._SAY_AFTER_S
+
+    def moved(self) -> None:
+        self._still_s = 0.0
+
+    def step_s(self) -> float:
+        """How long to wait next: short at first, so that what comes soon is noticed soon."""
+        return min(max(self._still_s / 10, 0.0003), 0.05, self._limit_s)
+
+    def waited(self, seconds: float, at_most: float) -> bool:
+        """Count a wait that was meant to take ``at_most`` seconds. False once the bound is reached."""
+        seconds = min(seconds, at_most + 0.05)
+        self._still_s += seconds
+        self._all_s += seconds
+        if self._all_s >= self._say_at_s:
+            self._say_at_s *= 2
+            self._say(f"waiting for {self._what()} since {self._all_s:.0f} s")
+        return self._still_s < self._limit_s
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Agreeing
 
 
 @dataclass(frozen=True)
-class Announcement:
-    """What the writer must know before it can receive: sizes in bytes, and how the sender cuts its stream."""
+class CallId:
+    """What identifies one dump call on every rank: the rollout, how often it was trained before, and which call of the
+    dump this is in it."""
 
-    manifest: int
-    payload: int
-    message: int
+    rollout_id: int
+    attempt: int
+    call: int
 
-    def encode(self) -> str:
-        return f"{self.manifest},{self.payload},{self.message}"
-
-    @classmethod
-    def decode(cls, text: str) -> Announcement:
-        return cls(*map(int, text.split(",")))
-
-    def messages(self) -> list[int]:
-        """Sizes of the messages that carry the payload, in order: full ones, then the rest."""
-        full, rest = divmod(self.payload, self.message)
-        return [self.message] * full + [rest] * bool(rest)
+    def __str__(self) -> str:
+        return f"{self.rollout_id}/{self.attempt}/{self.call}"
 
 
-def message_bytes(payload: int, bucket_bytes: int, device: torch.device) -> int:
-    """How a sender cuts its stream: at most a bucket, and in a few pieces where it is long, so that packing, travelling
-    and restoring overlap. On a device, a message and the tensors that are joined for it share the bucket."""
-    most = bucket_bytes if device.type == "cpu" else bucket_bytes // 2
-    return max(1, min(most, payload, max(_SMALL, -(-payload // _PIECES))))
+class Agreement:
+    """One dump call's agreement among the participants of ``topology``.
 
-
-def own_shard(contribution: Contribution, topology: Topology, cp_fields: Sequence[str]) -> list[Shard]:
-    """A rank that is alone: nothing travels."""
-    restorer = Restorer([contribution.manifest], topology.context_parallel, cp_fields)
-    _feed_own(contribution, restorer)
-    return restorer.shards()
-
-
-def send_own(
-    contribution: Contribution, topology: Topology, agreement: Agreement, transport: Transport, bucket_bytes: int
-) -> None:
-    """A rank that does not write: agree, then send its own part and nothing else."""
-    manifest = torch.frombuffer(bytearray(pickle.dumps(contribution.manifest)), dtype=torch.uint8)
-    payload = contribution.packer.nbytes
-    message = message_bytes(payload, bucket_bytes, transport.device)
-    agreement.ready(Announcement(manifest.numel(), payload, message).encode())
-    transport.send(manifest, topology.writer)
-    unsent = payload
-    try:
-        for piece in contribution.packer.buckets(message, transport.device):
-            unsent -= piece.numel()
-            transport.send(piece, topology.writer)
-    except Exception as error:
-        # Counted out, not broken off: the writer would wait in vain, and its process group would not survive that.
-        agreement.spoil(f"{type(error).__name__}: {error}")
-        while unsent:
-            filler = torch.zeros(min(message, unsent), dtype=torch.uint8)
-            unsent -= filler.numel()
-            transport.send(filler, topology.writer)
-        raise
-
-
-def receive_all(
-    contribution: Contribution,
-    topology: Topology,
-    agreement: Agreement,
-    transport: Transport,
-    cp_fields: Sequence[str],
-) -> list[Shard]:
-    """The writer: everybody's part put together, its own among them.
-
-    The memory that messages land in is taken before the others are told to start. When something fails after that, the
-    rest is still received and dropped, so that nobody is left sending.
+    ``missed`` is kept by the caller over all calls: rank and number of the call in its rollout -> the call to which
+    that rank did not come. Such a rank is not waited for again until it is seen to have come after all.
     """
-    announced = {rank: Announcement.decode(text) for rank, text in agreement.gather_sizes().items()}
-    largest = max((max(sizes.manifest, sizes.message) for sizes in announced.values()), default=0)
-    landings = [torch.empty(largest, dtype=torch.uint8) for _ in range(2)]
-    agreement.go()
-    assembling = _Assembling(contribution, topology.context_parallel, cp_fields)
-    # All manifests come before any payload: together they decide where each byte belongs.
-    for rank, sizes in announced.items():
-        transport.receive(landings[0][: sizes.manifest], rank)
-        assembling.attempt(assembling.take_manifest, rank, landings[0][: sizes.manifest])
-    payload = _Arrivals(transport, landings, [(rank, n) for rank, sizes in announced.items() for n in sizes.messages()])
-    assembling.attempt(assembling.take_own)  # while the first message travels
-    for rank, data in payload:
-        assembling.attempt(assembling.take_payload, rank, data)
-    assembling.attempt(agreement.refuse_spoilt)
-    shards = assembling.finish()
-    agreement.forget()
-    return shards
-
-
-class _Arrivals:
-    """Messages in the order in which they are expected, the next one on its way while this one is looked at."""
 
     def __init__(
-        self, transport: Transport, landings: Sequence[torch.Tensor], expected: Sequence[tuple[int, int]]
+        self,
+        store: Store,
+        call: CallId,
+        topology: Topology,
+        timeout_s: float,
+        missed: dict[tuple[int, int], CallId],
+        say: Callable[[str], None],
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._transport, self._landings, self._expected = transport, deque(landings), deque(expected)
-        self._under_way: deque[tuple[int, Receiving]] = deque()
-        self._start_next()
+        self._store, self._call, self._topology = store, call, topology
+        self._root = f"{_ROOT}/{call}"
+        self._timeout_s, self._missed, self._say = timeout_s, missed, say
+        self._sleep, self._clock = sleep, clock
 
-    def _start_next(self) -> None:
-        if self._expected:
-            rank, size = self._expected.popleft()
-            landing = self._landings[0][:size]
-            self._landings.rotate()
-            self._under_way.append((rank, self._transport.start_receiving(landing, rank)))
-
-    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Sender and bytes; the bytes are valid until the next but one."""
-        while self._under_way:
-            rank, receiving = self._under_way.popleft()
-            data = receiving.wait()
-            self._start_next()
-            yield rank, data
-
-
-class _Assembling:
-    """What the writer has so far, and the first thing that went wrong."""
-
-    def __init__(self, contribution: Contribution, cp: int, cp_fields: Sequence[str]) -> None:
-        self._own, self._cp, self._cp_fields = contribution, cp, cp_fields
-        self._manifests: dict[int, Manifest] = {}
-        self._failure: Exception | None = None
-
-    def attempt(self, step: Callable[..., None], *arguments: Any) -> None:
-        """Do ``step``, unless something failed before."""
-        if self._failure is None:
-            try:
-                step(*arguments)
-            except Exception as error:
-                self._failure = error
-
-    def take_manifest(self, rank: int, data: torch.Tensor) -> None:
-        self._manifests[rank] = pickle.loads(data.numpy().tobytes())
-
-    def take_own(self) -> None:
-        self._restorer = Restorer([self._own.manifest, *self._manifests.values()], self._cp, self._cp_fields)
-        self._sinks = {rank: self._restorer.sink(manifest) for rank, manifest in self._manifests.items()}
-        _feed_own(self._own, self._restorer)
-
-    def take_payload(self, rank: int, data: torch.Tensor) -> None:
-        self._sinks[rank].feed(data)
-
-    def finish(self) -> list[Shard]:
-        """The shards; raises what went wrong."""
-        failure, self._failure = self._failure, None
+    def give_up(self, reason: str) -> None:
+        """Tell the others not to wait, or, once bytes travel, why they end. Never raises: it is called when something
+        has failed already, and the others' bounded waits cover a store that is gone too."""
         try:
+            self._decide(f"skip:rank {self._topology.rank}: {reason}")
+            self._store.compare_set(f"{self._root}/failed", "", f"rank {self._topology.rank}: {reason}")
+        except Exception as error:
+            if not_ours(error):
+                raise
+
+    def failure(self, within_s: float = 0.0) -> str | None:
+        """Why a rank ended after "go"; None as far as is known. ``within_s``: how long to wait for a rank that closed
+        its connection to say why."""
+        until = self._clock() + within_s
+        while True:
+            try:
+                if self._store.check([f"{self._root}/failed"]):
+                    return self._store.get(f"{self._root}/failed").decode()
+            except Exception as error:
+                if not_ours(error):
+                    raise
+                return None
+            if self._clock() >= until:
+                return None
+            self._sleep(0.02)
+
+    def arrive(self, template: str) -> None:
+        """This rank has come, and would dump to ``template``."""
+        self._store.set(self._ready(self._topology.rank), template)
+        if not self._topology.is_writer:
+            self._store.add(f"{self._root}/count", 1)
+
+    def wait_for_all(self) -> dict[int, str]:
+        """The writer: wait until all others have come; returns their path templates. Raises :class:`NotAgreed`."""
+        others = [rank for rank in self._topology.participants if rank != self._topology.rank]
+        self._skip_known_absent(others)
+        if not self._wait(lambda: self._store.add(f"{self._root}/count", 0) >= len(others), others):
+            self._obey()
+        return {rank: self._store.get(self._ready(rank)).decode() for rank in others}
+
+    def go(self, address: Mapping[str, Any]) -> None:
+        """The writer, once it could take everything: start. Raises :class:`NotAgreed` when somebody gave up."""
+        self._decide("go:" + json.dumps(address))
+        self._obey()
+
+    def wait_for_go(self) -> dict[str, Any]:
+        """A rank that sends: wait for the decision; returns where to send to. Raises :class:`NotAgreed`.
+
+        The writer is waited for once; when it has come, it bounds the wait for the others itself.
+        """
+        writer = self._topology.writer
+        self._skip_known_absent([writer])
+        if self._wait(lambda: self._store.check([self._ready(writer)]), [writer]):
+            self._wait(lambda: False, [writer], self._timeout_s + 2)
+        address: dict[str, Any] = json.loads(self._obey())
+        return address
+
+    def forget(self) -> None:
+        """The writer, once everything has arrived: remove this call's keys. A store that cannot is left as it is."""
+        keys = ["count", "decision", *(f"ready/{rank}" for rank in self._topology.participants)]
+        for key in keys:
+            try:
+                self._store.delete_key(f"{self._root}/{key}")
+            except (RuntimeError, NotImplementedError):
+                return
+
+    def _ready(self, rank: int, call: CallId | None = None) -> str:
+        return f"{_ROOT}/{self._call if call is None else call}/ready/{rank}"
+
+    def _skip_known_absent(self, ranks: Sequence[int]) -> None:
+        """Decide "skip" at once where a rank missed the same call before, has not come to it since, and is not here."""
+        for rank in ranks:
+            missed = self._missed.get((rank, self._call.call))
+            if missed is None:
+                continue
+            if self._store.check([self._ready(rank, missed)]) or self._store.check([self._ready(rank)]):
+                del self._missed[rank, self._call.call]  # late, but it comes
+            else:
+                self._decide(
+                    f"skip:rank {rank} did not come to the dump of rollout {missed.rollout_id} and is not waited for "
+                    "again until it comes"
+                )
+
+    def _wait(self, condition: Callable[[], bool], ranks: Sequence[int], limit_s: float | None = None) -> bool:
+        """Poll, so that the store stays free for training's own threads. False once there is a decision; one is made
+        when the bound is reached."""
+        decision = f"{self._root}/decision"
+        patience = Patience(limit_s or self._timeout_s, lambda: self._who_lacks(ranks), self._say)
+        while True:
+            if self._store.check([decision]):
+                return False
+            if condition():
+                return True
+            step, began = patience.step_s(), self._clock()
+            self._sleep(step)
+            if not patience.waited(self._clock() - began, step):
+                break
+        lacking = [rank for rank in ranks if not self._store.check([self._ready(rank)])]
+        for rank in lacking:
+            self._missed[rank, self._call.call] = self._call
+        late = f"rank(s) {lacking} did not come" if lacking else f"rank(s) {list(ranks)} came but decided nothing"
+        self._decide(f"skip:{late} within {limit_s or self._timeout_s:g} s (rank {self._topology.rank} waited)")
+        return False
+
+    def _who_lacks(self, ranks: Sequence[int]) -> str:
+        return f"rank(s) {[rank for rank in ranks if not self._store.check([self._ready(rank)])] or list(ranks)}"
+
+    def _decide(self, decision: str) -> None:
+        self._store.compare_set(f"{self._root}/decision", "", decision)
+
+    def _obey(self) -> str:
+        kind, _, rest = self._store.get(f"{self._root}/decision").decode().partition(":")
+        if kind != "go":
+            raise NotAgreed(rest)
+        return rest
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bytes. A connection carries, from the sender: token, rank, length of the description, the description, the payload;
+# from the writer: the token's second half, then single bytes as signs of life until it closes.
+
+_HELLO = struct.Struct("!16sIQ")
+_CHUNK = 1 << 20
+_ALIVE = b"."
+
+
+def send(
+    contribution: Contribution,
+    address: Mapping[str, Any],
+    agreement: Agreement,
+    topology: Topology,
+    timeout_s: float,
+    bucket_bytes: int,
+    say: Callable[[str], None],
+) -> int:
+    """A rank that does not write: send its own part. Returns the number of bytes. Raises :class:`DumpError`."""
+    description = contribution.description.encode()
+    patience = Patience(timeout_s, lambda: f"rank {topology.writer} to take bytes", say)
+    total = left = len(description) + contribution.nbytes
+    with _connect(address, topology, len(description), timeout_s) as line:
+        try:
+            for piece in _outgoing(description, contribution, bucket_bytes):
+                _send_piece(line, piece, patience)
+                left -= len(piece)
+            line.shutdown(socket.SHUT_WR)
+            # Closing with signs of life unread would reset the connection, and bytes under way would be lost.
+            while _receive_some(line, patience):
+                pass
+        except OSError as error:
+            if left:
+                why = agreement.failure(within_s=0.5) or describe(error)
+                raise DumpError(f"rank {topology.writer} took no more bytes: {why}") from None
+        except _StoodStill:
+            if left:  # with everything sent, it is the writer's to say whether there is a dump
+                raise DumpError(f"rank {topology.writer} took no byte for {timeout_s:g} s") from None
+    return total
+
+
+def receive(
+    contribution: Contribution,
+    listener: Listener,
+    agreement: Agreement,
+    topology: Topology,
+    cp_fields: Sequence[str],
+    timeout_s: float,
+    say: Callable[[str], None],
+) -> list[Restoring]:
+    """The writer: everybody's part put together, its own among them, by data-parallel rank.
+
+    Bytes are taken from whichever rank has some, so that a slow one holds up nobody. Raises :class:`DumpError` naming
+    the ranks that stood still or ended early.
+    """
+    lines = _Lines(listener, topology, agreement, timeout_s, say)
+    with lines:
+        others = lines.descriptions()
+        own = contribution.description
+        restoring, sinks = _plan([own, *others], topology.context_parallel, cp_fields)
+        feed_own(contribution, sinks[own.rank], lines.keep_alive)
+        lines.payload(sinks)
+    for one in restoring:
+        one.finish()
+    return restoring
+
+
+def put_together(contributions: Sequence[Contribution], cp: int, cp_fields: Sequence[str]) -> list[Restoring]:
+    """The parts of ranks that are all in this process, by data-parallel rank. ``cp``: context-parallel size."""
+    restoring, sinks = _plan([one.description for one in contributions], cp, cp_fields)
+    for one in contributions:
+        feed_own(one, sinks[one.description.rank])
+    for part in restoring:
+        part.finish()
+    return restoring
+
+
+def feed_own(contribution: Contribution, sink: Sink, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """The writer's own bytes; ``meanwhile`` is called between pieces."""
+    for piece in contribution.pieces(_CHUNK):
+        sink.feed(bytes_of(piece))
+        meanwhile()
+
+
+def _plan(
+    descriptions: Sequence[Description], cp: int, cp_fields: Sequence[str]
+) -> tuple[list[Restoring], dict[int, Sink]]:
+    by_data_rank: dict[int, dict[int, Description]] = {}
+    for one in descriptions:
+        by_data_rank.setdefault(one.data_rank, {})[one.context_rank] = one
+    restoring = {rank: Restoring(by_data_rank[rank], cp, cp_fields) for rank in sorted(by_data_rank)}
+    sinks = {one.rank: restoring[one.data_rank].sink(one.context_rank) for one in descriptions}
+    return list(restoring.values()), sinks
+
+
+class _StoodStill(Exception):
+    """No byte moved for as long as is allowed."""
+
+
+def _outgoing(description: bytes, contribution: Contribution, bucket_bytes: int) -> Iterator[memoryview]:
+    yield memoryview(description)
+    for piece in contribution.pieces(bucket_bytes):
+        yield bytes_of(piece)
+
+
+def _send_piece(line: socket.socket, piece: memoryview, patience: Patience) -> None:
+    while piece:
+        try:
+            piece = piece[line.send(piece) :]
+            patience.moved()
+        except BlockingIOError:
+            _wait_until(line, patience, writing=True)
+
+
+def _receive_some(line: socket.socket, patience: Patience) -> bytes:
+    """What has come; b"" at the end."""
+    while True:
+        try:
+            data = line.recv(_CHUNK)
+        except BlockingIOError:
+            _wait_until(line, patience, writing=False)
+            continue
+        patience.moved()
+        return data
+
+
+def _wait_until(line: socket.socket, patience: Patience, *, writing: bool) -> None:
+    """Until the socket can be written to or read from. A sign of life of the writer counts as movement: other ranks
+    may have its attention."""
+    poll = select.poll()  # select() itself ends at 1,024 open files
+    poll.register(line, select.POLLIN | (select.POLLOUT if writing else 0))
+    while True:
+        step, began = max(patience.step_s(), 0.01), time.monotonic()
+        ready = sum(event for _, event in poll.poll(step * 1000))
+        if ready & select.POLLOUT or (ready and not writing):
+            return
+        if ready:
+            if not line.recv(4096):
+                raise ConnectionError(errno.ECONNRESET, "the writer closed the connection")
+            patience.moved()
+        elif not patience.waited(time.monotonic() - began, step):
+            raise _StoodStill
+
+
+class Listener:
+    """Where the writer takes connections; :attr:`address` is what the others must know."""
+
+    def __init__(self, store: Any) -> None:
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        try:
+            self.socket = socket.create_server(("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6)
+        except OSError:
+            self.socket = socket.create_server(("", 0))
+        self.socket.setblocking(False)
+        self.token, self.answer = secrets.token_bytes(16), secrets.token_bytes(16)
+        self.address = {
+            "hosts": _hosts(store),
+            "port": self.socket.getsockname()[1],
+            "machine": _machine(),
+            "token": self.token.hex(),
+            "answer": self.answer.hex(),
+        }
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def _hosts(store: Any) -> list[str]:
+    """Addresses of this machine, the likeliest first: of the interface that the user named for gloo or NCCL, the one
+    that leads to the job's store, and what the machine's name resolves to, as gloo itself does."""
+    hosts = [_of_interface(name) for name in _named_interfaces()]
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    for host in (getattr(store, "host", None), os.environ.get("MASTER_ADDR")):
+        hosts.append(_towards(host) if isinstance(host, str) and host else None)
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        hosts += [str(entry[4][0]) for entry in found]
+    except OSError:
+        pass
+    return list(dict.fromkeys(host for host in hosts if host))
+
+
+def _named_interfaces() -> list[str]:
+    named = [os.environ.get(f"{library}_SOCKET_IFNAME", "") for library in ("GLOO", "NCCL")]
+    names = [name.strip().lstrip("=") for value in named for name in value.split(",")]
+    return [name for name in names if name and not name.startswith("^")]
+
+
+def _of_interface(name: str) -> str | None:
+    """The IPv4 address of a network interface of this machine."""
+    try:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            request = struct.pack("256s", name.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR
+    except (ImportError, OSError):
+        return None
+
+
+def _towards(host: str) -> str | None:
+    """The address that this machine has on the way to ``host``. Sends nothing."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _machine() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _connect(address: Mapping[str, Any], topology: Topology, description: int, timeout_s: float) -> socket.socket:
+    """A connection to the writer, after both have shown that they mean each other."""
+    hosts = list(address["hosts"])
+    if address["machine"] == _machine():
+        hosts = ["127.0.0.1", "::1", *hosts]
+    hello = _HELLO.pack(bytes.fromhex(address["token"]), topology.rank, description)
+    tried = []
+    for host in dict.fromkeys(hosts):
+        try:
+            line = socket.create_connection((host, address["port"]), timeout=min(timeout_s, 5.0))
+        except OSError as error:
+            tried.append(f"{host}: {error.strerror or error}")
+            continue
+        try:
+            line.sendall(hello)
+            line.settimeout(timeout_s)
+            if _exactly(line, 16) == bytes.fromhex(address["answer"]):
+                line.setblocking(False)
+                return line
+            tried.append(f"{host}: somebody else answers")
+        except OSError as error:
+            tried.append(f"{host}: {error.strerror or error}")
+        except BaseException:
+            line.close()
+            raise
+        line.close()
+    raise DumpError(
+        f"rank {topology.writer} cannot be reached at port {address['port']} ({'; '.join(tried)}); "
+        "GLOO_SOCKET_IFNAME names the interface to use"
+    )
+
+
+def _exactly(line: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = line.recv(count - len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+@dataclass(eq=False)
+class _Line:
+    """One sender's connection, as the writer sees it."""
+
+    socket: socket.socket
+    patience: Patience
+    rank: int = -1
+    head: bytearray = field(default_factory=bytearray)
+    expected: int = _HELLO.size
+
+
+class _Lines:
+    """The writer's connections: all descriptions first, because together they decide where each byte belongs."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        topology: Topology,
+        agreement: Agreement,
+        timeout_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._listener, self._agreement = listener, agreement
+        self._timeout_s, self._say = timeout_s, say
+        self._others = {rank for rank in topology.participants if rank != topology.rank}
+        self._by_rank: dict[int, _Line] = {}
+        self._selector = selectors.DefaultSelector()
+        self._arrivals = Patience(timeout_s, lambda: f"rank(s) {self._not_here()} to connect", say)
+        self._signed = time.monotonic()
+        self._asked = 0.0
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for key in list((self._selector.get_map() or {}).values()):
+            if isinstance(key.data, _Line):
+                key.data.socket.close()
+        for line in self._by_rank.values():
+            line.socket.close()
+        self._selector.close()
+        self._listener.close()
+
+    def descriptions(self) -> list[Description]:
+        """Of all other participants."""
+        self._selector.register(self._listener.socket, selectors.EVENT_READ, None)
+        found: dict[int, Description] = {}
+        while len(found) < len(self._others):
+            for line in self._ready([self._arrivals] if self._not_here() else []):
+                description = self._take_head(line)
+                if description is not None:
+                    found[line.rank] = description
+        for key in list(self._selector.get_map().values()):  # who has connected and said nothing
+            if key.data is not None:
+                self._drop(key.data)
+        self._selector.unregister(self._listener.socket)
+        return [found[rank] for rank in sorted(found)]
+
+    def payload(self, sinks: Mapping[int, Sink]) -> None:
+        """Each rank's bytes into its sink."""
+        landing = memoryview(bytearray(_CHUNK))
+        for line in self._by_rank.values():
+            if sinks[line.rank].missing:
+                line.patience.moved()
+                self._selector.register(line.socket, selectors.EVENT_READ, line)
+            else:
+                line.socket.close()
+        while self._selector.get_map():
+            for line in self._ready([]):
+                sink = sinks[line.rank]
+                try:
+                    count = line.socket.recv_into(landing)
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    count = 0
+                if not count:
+                    raise DumpError(f"rank {line.rank} ended with {sink.missing} bytes to come: {self._why_early()}")
+                line.patience.moved()
+                sink.feed(landing[:count])
+                if not sink.missing:
+                    self._selector.unregister(line.socket)
+                    line.socket.close()
+
+    def keep_alive(self) -> None:
+        """Now and then a sign of life to everybody, so that nobody takes another's turn for a standstill."""
+        now = time.monotonic()
+        if now - self._signed < min(1.0, self._timeout_s / 8):
+            return
+        self._signed = now
+        for line in self._by_rank.values():
+            with contextlib.suppress(OSError):  # full, which is as good, or closed, which shows when it is read
+                line.socket.send(_ALIVE)
+
+    def _ready(self, waits: list[Patience]) -> list[_Line]:
+        """Connections with something to read, after a wait. Raises :class:`DumpError` when one stood still."""
+        began, step = time.monotonic(), min(0.05, self._timeout_s / 8)
+        events = self._selector.select(step)
+        passed = time.monotonic() - began
+        lines = [key.data for key, _ in events if key.data is not None]
+        if any(key.data is None for key, _ in events):
+            self._accept()
+        if lines:
+            self.keep_alive()
+        waiting = [key.data for key in self._selector.get_map().values() if key.data is not None]
+        still = [line for line in waiting if line not in lines]
+        for line in still:
+            if not line.patience.waited(passed, step):
+                if line.rank < 0:
+                    self._drop(line)  # never said who it is
+                    continue
+                raise DumpError(f"rank {line.rank} stood still: no byte for {self._timeout_s:g} s")
+        for patience in waits:
+            if not patience.waited(passed, step):
+                raise DumpError(f"rank(s) {self._not_here()} did not connect within {self._timeout_s:g} s")
+        if still or waits:
+            self._stop_if_given_up()
+        return lines
+
+    def _stop_if_given_up(self) -> None:
+        """Look, once a second, whether a rank that is waited for has given up."""
+        if time.monotonic() - self._asked > 1.0:
+            self._asked = time.monotonic()
+            failure = self._agreement.failure()
             if failure is not None:
-                raise failure
-        finally:
-            del failure  # its traceback leads here: a circle would keep everything that arrived
-        for sink in self._sinks.values():
-            sink.finish()
-        return self._restorer.shards()
+                raise DumpError(failure)
 
+    def _why_early(self) -> str:
+        return self._agreement.failure(within_s=0.5) or "its connection was closed"
 
-def _feed_own(contribution: Contribution, restorer: Restorer) -> None:
-    sink = restorer.sink(contribution.manifest)
-    for piece in contribution.packer.pieces(_SMALL):
-        sink.feed(piece.cpu())
-    sink.finish()
+    def _not_here(self) -> list[int]:
+        return sorted(self._others - set(self._by_rank))
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.socket.accept()
+        except OSError:
+            return
+        accepted.setblocking(False)
+        line = _Line(accepted, Patience(self._timeout_s, lambda: f"bytes of rank {line.rank}", self._say))
+        self._selector.register(accepted, selectors.EVENT_READ, line)
+
+    def _drop(self, line: _Line) -> None:
+        self._selector.unregister(line.socket)
+        line.socket.close()
+
+    def _take_head(self, line: _Line) -> Description | None:
+        """Read on in the greeting, then in the description; returns it once it is whole."""
+        try:
+            data = line.socket.recv(min(_CHUNK, line.expected - len(line.head)))
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        if not data and line.rank < 0:
+            self._drop(line)
+            return None
+        if not data:
+            raise DumpError(f"rank {line.rank} ended before it had described its part: {self._why_early()}")
+        line.patience.moved()
+        line.head += data
+        if len(line.head) < line.expected:
+            return None
+        if line.rank < 0:
+            token, rank, length = _HELLO.unpack(line.head)
+            if token != self._listener.token or rank not in self._not_here():
+                self._drop(line)  # somebody who has lost the way
+                return None
+            line.rank, line.head, line.expected = rank, bytearray(), length
+            self._by_rank[rank] = line
+            self._arrivals.moved()
+            line.socket.send(self._listener.answer)
+            return None
+        description: Description = pickle.loads(bytes(line.head))
+        line.head = bytearray()
+        self._selector.unregister(line.socket)
+        return description

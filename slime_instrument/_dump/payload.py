@@ -1,38 +1,91 @@
-"""The v2 payload: one list of samples in rollout order, and what is not per sample under ``dp_shards``. Pure."""
+"""The v2 payload: one list of samples in rollout order, and what is not per sample under ``dp_shards``.
+
+Also the provenance: where a dump came from, the one thing in the file that is ours alone.
+"""
 
 from __future__ import annotations
 
+import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from slime_instrument._dump.restore import Shard
-from slime_instrument._format.schema import (
-    COLUMN_TO_SAMPLE_KEY,
-    FORMAT_VERSION,
-    ID_COLUMNS,
-    LAYOUT_FIELDS,
-    PROVENANCE,
-    WHOLE_BATCH_FIELDS,
-)
-
-__all__ = ["build_payload"]
+from slime_instrument._dump.contribute import Ref, Seen, Stored, StreamKey, Topology
+from slime_instrument._dump.zigzag import Restoring
+from slime_instrument._errors import describe, not_ours
+from slime_instrument._format.schema import COLUMN_TO_SAMPLE_KEY, FORMAT_VERSION, ID_COLUMNS, PROVENANCE
+from slime_instrument._versions import versions
 
 logger = logging.getLogger("slime_instrument")
 
+# What decides how slime makes advantages and losses of rewards: recorded, so that they can be worked out again.
+_ARGUMENTS = (
+    "advantage_estimator", "normalize_advantages", "grpo_std_normalization", "rewards_normalization",
+    "n_samples_per_prompt", "rollout_batch_size", "global_batch_size", "num_steps_per_rollout", "gamma", "lambd",
+    "kl_coef", "use_kl_loss", "kl_loss_coef", "kl_loss_type", "entropy_coef", "eps_clip", "eps_clip_high", "eps_clip_c",
+    "use_tis", "tis_clip", "tis_clip_low", "use_opsm", "calculate_per_token_loss", "loss_type", "use_rollout_logprobs",
+    "rollout_temperature", "rollout_top_p", "rollout_top_k", "rollout_min_p", "use_dynamic_batch_size", "qkv_format",
+    "allgather_cp", "custom_tis_function_path", "disable_grpo_std_normalization", "disable_rewards_normalization",
+)  # fmt: skip
 
-def build_payload(shards: Sequence[Shard], *, rollout_id: int, writer_rank: int) -> dict[str, Any]:
-    """Samples sorted by ``rollout_position``, else by ``sample_index``, else in gather order with a warning."""
+
+def provenance(
+    data: Mapping[str, Any], args: Any, topology: Topology, seen: Seen, cp_fields: Sequence[str]
+) -> dict[str, Any]:
+    """Versions, sizes, the arming route, slime's arguments, and per response-level field where its values come from.
+
+    ``fields``: "rollout" came with the samples, "captured" is the training forward's own value, "recomputed" was
+    computed before the training steps. ``positions``: "partition" is slime's own word, "reconstructed" was worked out
+    and proven (v0.2.0), "unknown" means that samples are ordered by their index. ``captured_optimizer_steps``: per
+    local sample, the step within the rollout at which it was captured. ``log_probs`` says in words why that field is
+    absent, where it is. ``weight_version``: the trainer's own count of weight updates, where it has one.
+    """
+    sources = {
+        name: "rollout" if name in seen.came_with_rollout else "recomputed"
+        for name in cp_fields
+        if data.get(name) is not None
+    }
+    if "log_probs" in sources and (seen.log_probs is not None or seen.captured_by_slime):
+        sources["log_probs"] = "captured"
+    described: dict[str, Any] = {
+        **versions(),
+        **topology.sizes(),
+        "route": seen.route,
+        "qkv_format": str(getattr(args, "qkv_format", "thd")),
+        "fields": sources,
+        "positions": seen.positions_from if "partition" in data else "unknown",
+        "arguments": _arguments(args),
+    }
+    if seen.weight_version is not None:
+        described["weight_version"] = seen.weight_version
+    if seen.log_probs is not None and seen.optimizer_steps is not None:
+        described["captured_optimizer_steps"] = list(seen.optimizer_steps)
+    if "log_probs" not in sources:
+        described["log_probs"] = seen.why_no_log_probs
+    return described
+
+
+def _arguments(args: Any) -> dict[str, Any]:
+    """Those of slime's arguments that are plain values and decide what training computed."""
+    given = {name: getattr(args, name, None) for name in _ARGUMENTS}
+    return {name: value for name, value in given.items() if type(value) in (bool, int, float, str)}
+
+
+def build_payload(parts: Sequence[Restoring], *, rollout_id: int, writer_rank: int) -> dict[str, Any]:
+    """Samples sorted by ``rollout_position``, else by ``sample_index``, else in gather order with a warning.
+
+    ``parts``: one for each data-parallel rank, in its order, with all its bytes.
+    """
     samples: list[dict[str, Any]] = []
     layout: list[dict[str, Any]] = []
     whole_batch: dict[str, Any] = {}
-    for shard in shards:
-        shard_samples, shard_layout, shard_whole = _split(shard)
-        samples += shard_samples
-        layout.append(shard_layout)
-        whole_batch = {**shard_whole, **whole_batch}
+    for part in parts:
+        part_samples, part_layout, part_whole = _split(part)
+        samples += part_samples
+        layout.append(part_layout)
+        whole_batch = {**part_whole, **whole_batch}
     order = next((key for key in ("rollout_position", "sample_index") if _orders(samples, key)), None)
     if order is not None:
         samples.sort(key=lambda sample: int(sample[order]))
@@ -46,36 +99,111 @@ def build_payload(shards: Sequence[Shard], *, rollout_id: int, writer_rank: int)
     return {**head, "samples": samples, "dp_shards": layout, **whole_batch}
 
 
-def _split(shard: Shard) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
-    data = shard.rollout_data
-    count = len(data["response_lengths"])
-    samples: list[dict[str, Any]] = [{"data_parallel_rank": shard.data_rank} for _ in range(count)]
-    layout: dict[str, Any] = {"rank": shard.rank, "data_parallel_rank": shard.data_rank}
-    whole: dict[str, Any] = {}
+def left_out(payload: Mapping[str, Any]) -> dict[str, str]:
+    """Fields that this dump lacks because a value of theirs could not be stored -> why."""
+    return {name: why for shard in payload["dp_shards"] for name, why in shard[PROVENANCE].get("left_out", {}).items()}
+
+
+def _split(part: Restoring) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+    head = part.head
+    missing = {**head.left_out, **{name: why for name, why in part.left_out.items() if name not in head.left_out}}
+
+    def with_tensors(fields: Mapping[Any, Any]) -> dict[Any, Any]:
+        resolved = {}
+        for name, value in fields.items():
+            try:
+                resolved[name] = _WithTensors(part.flats)(value)
+            except Exception as error:
+                if not_ours(error):
+                    raise
+                missing[str(name)] = describe(error)
+        return resolved
+
+    ids = with_tensors(head.ids)
+    columns = {**with_tensors(head.columns), **part.fields}
+    count = len(head.response_lengths)
+    samples: list[dict[str, Any]] = [{"data_parallel_rank": head.data_rank} for _ in range(count)]
+    layout: dict[str, Any] = {"rank": head.rank, "data_parallel_rank": head.data_rank}
     for column in ID_COLUMNS:
-        values = data.get(column)
+        values = ids.get(column)
         layout[column] = None if values is None else list(values)
-        for sample, value in zip(samples, values or (), strict=False):
-            sample[COLUMN_TO_SAMPLE_KEY[column]] = value
-    for key, value in data.items():
-        if key in ID_COLUMNS:
+        if values is not None and len(values) != count:
+            # Which of them belongs to which sample cannot be known, and a wrong position is worse than none.
+            missing[COLUMN_TO_SAMPLE_KEY[column]] = f"{column} has {len(values)} values for {count} samples"
             continue
-        if key in WHOLE_BATCH_FIELDS:
-            whole[key] = value
-        elif key in LAYOUT_FIELDS or not _is_per_sample(value, count):
-            layout[key] = value
-        else:
-            for sample, item in zip(samples, value, strict=True):
-                sample[key] = item
-    layout[PROVENANCE] = shard.provenance
+        for sample, value in zip(samples, values if values is not None else (), strict=False):
+            sample[COLUMN_TO_SAMPLE_KEY[column]] = value
+    layout.update(with_tensors(head.layout))
+    for name, column in columns.items():
+        try:
+            values = [column[index] for index in range(count)]  # by index: a sparse tensor has no iterator
+        except Exception as error:  # not every layout of a tensor can be cut into samples
+            if not_ours(error):
+                raise
+            missing[str(name)] = describe(error)
+            continue
+        for sample, value in zip(samples, values, strict=True):
+            sample[name] = value
+    whole = with_tensors(head.whole)
+    if PROVENANCE in layout:
+        missing[PROVENANCE] = "slime_instrument's own record stands under this name"
+    layout[PROVENANCE] = {
+        **head.provenance,
+        **({"positions": "unknown"} if "rollout_position" in missing else {}),
+        **({"converted": head.converted} if head.converted else {}),
+        **({"left_out": missing} if missing else {}),
+    }
     return samples, layout, whole
 
 
-def _is_per_sample(value: Any, count: int) -> bool:
-    if torch.is_tensor(value):
-        return value.dim() >= 1 and value.size(0) == count
-    return isinstance(value, (list, tuple)) and len(value) == count
+class _WithTensors:
+    """Puts tensors in the places of what stands for them. What was shared stays shared: nests may have more paths than
+    anybody can walk."""
+
+    def __init__(self, flats: Mapping[StreamKey, torch.Tensor]) -> None:
+        self._flats = flats
+        self._done: dict[int, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is Ref:
+            return self._tensor(value)
+        if kind not in _NESTED:
+            return value
+        if id(value) in self._done:
+            return self._done[id(value)]
+        found: Any = value
+        if kind is Stored:
+            found = torch.load(io.BytesIO(self._tensor(value.file).numpy().tobytes()), weights_only=True)
+        elif kind is dict:
+            found = {}
+            for key, item in value.items():  # loops: a comprehension would double the depth of deep nestings
+                found[key] = self(item)
+        elif not _NESTED.isdisjoint(map(type, value)):
+            items = []
+            for item in value:
+                items.append(self(item))
+            found = kind(items)
+        self._done[id(value)] = found
+        return found
+
+    def _tensor(self, ref: Ref) -> torch.Tensor:
+        count = int(torch.Size(ref.shape).numel())
+        if not count:
+            return torch.empty(ref.shape, dtype=ref.key[1], device="cpu")
+        return self._flats[ref.key][ref.start : ref.start + count].view(ref.shape)
 
 
-def _orders(samples: Sequence[dict[str, Any]], key: str) -> bool:
-    return bool(samples) and all(sample.get(key) is not None for sample in samples)
+_NESTED = frozenset({Ref, Stored, dict, list, tuple, set})
+
+
+def _orders(samples: Sequence[Mapping[str, Any]], key: str) -> bool:
+    """Whether every sample has a number under ``key``."""
+    try:
+        return (
+            bool(samples)
+            and all(sample.get(key) is not None for sample in samples)
+            and bool([int(sample[key]) for sample in samples])
+        )
+    except (TypeError, ValueError):
+        return False

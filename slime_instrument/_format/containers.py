@@ -1,6 +1,6 @@
 """What sort of file this is, and whether the sizes it declares fit into it. Nothing is unpickled here.
 
-A dump is a zip archive as torch.save writes it. Older files are torch's format before the zip, or a plain pickle.
+A dump is a zip archive as torch.save writes it, or a plain pickle.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Literal
 
 from slime_instrument._errors import DumpFormatError
-
-__all__ = ["Archive", "Container", "examine", "looks_like_train_dump", "record_bounds", "unusable"]
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_MAGIC = b"\x80"
@@ -54,15 +52,15 @@ class Container:
     """One file before it is unpickled.
 
     Attributes:
-        kind: ``zip`` (torch.save), ``old-torch`` (torch.save before 1.6) or ``pickle``.
+        kind: ``zip`` (torch.save) or ``pickle``.
         size: bytes of the file.
-        tensor_bytes: bytes that the file has for tensor values. For a zip the sum of its data records, else ``size``.
+        tensor_bytes: bytes that a zip has for tensor values: the sum of its data records; 0 for a pickle.
         head: first bytes of the pickle, enough to see the first keys of the dump.
         allocating_global: a class in the pickle that would take memory by a stated number, or None.
         archive: the records of a zip.
     """
 
-    kind: Literal["zip", "old-torch", "pickle"]
+    kind: Literal["zip", "pickle"]
     size: int
     tensor_bytes: int
     head: bytes
@@ -96,9 +94,13 @@ def examine(path: Path) -> Container:
     if head.startswith(_ZIP_MAGIC):
         return _examine_zip(path, status.st_size)
     if head.startswith(_OLD_TORCH_MAGIC):
-        return Container("old-torch", status.st_size, status.st_size, head)
+        raise unusable(
+            path,
+            "is in torch's format from before 1.6, which slime never wrote",
+            next_step="torch.load and torch.save write it anew.",
+        )
     if head.startswith(_PICKLE_MAGIC):
-        return Container("pickle", status.st_size, status.st_size, head)
+        return Container("pickle", status.st_size, 0, head)
     raise unusable(path, "is neither a torch file nor a pickle")
 
 

@@ -10,7 +10,7 @@ import contextlib
 import pickle
 import re
 import warnings
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,7 @@ import torch
 
 from slime_instrument._errors import DumpFormatError
 from slime_instrument._format import unpickling
-from slime_instrument._format.containers import Archive, Container, examine, looks_like_train_dump, unusable
-from slime_instrument._format.mapped import load_mapped
-
-__all__ = ["load_dump"]
+from slime_instrument._format.containers import Container, examine, looks_like_train_dump, unusable
 
 _SCALARS = frozenset({int, float, str, bool, type(None), bytes})
 _MAX_DEPTH = 64
@@ -29,6 +26,11 @@ _MOST_UNFOLDED = 256  # values per byte of the file; what the samples of one pro
 
 
 def load_dump(path: str | Path, *, allow_pickle: bool = False, compact: bool = False) -> Any:
+    """Load the object that a dump file holds. Arguments and errors as for :func:`open_dump`."""
+    return open_dump(path, allow_pickle=allow_pickle, compact=compact)[0]
+
+
+def open_dump(path: str | Path, *, allow_pickle: bool = False, compact: bool = False) -> tuple[Any, Callable[[], None]]:
     """Load the object that a dump file holds, tensors on the CPU and memory-mapped where the file allows it.
 
     Args:
@@ -36,7 +38,12 @@ def load_dump(path: str | Path, *, allow_pickle: bool = False, compact: bool = F
         allow_pickle: for rollout dumps that hold objects of arbitrary classes. Loading those can run code from the
             file. Classes that are not installed become :class:`~slime_instrument._format.unpickling.Opaque`. The safe
             way is tried first, and train dumps never go any other.
-        compact: give long lists of ints or floats as ``array.array``: a fraction of the memory.
+        compact: give long lists of ints as int32 tensors and long lists of floats as float64 tensors: a fraction of
+            the memory. :func:`~slime_instrument._format.unpickling.was_list` knows them.
+
+    Returns:
+        The object, and a function that gives back the memory of what was read of its mapped tensors. They are read
+        again where they are needed; changes that were made in place are lost.
 
     Raises:
         DumpFormatError: cut, empty, foreign or hostile file, or objects without ``allow_pickle``. One line.
@@ -59,21 +66,29 @@ def load_dump(path: str | Path, *, allow_pickle: bool = False, compact: bool = F
                 f"holds an object of class {refused}, which the safe loader does not create",
                 next_step="If you trust the file: --allow-pickle (allow_pickle=True); this can run code from it.",
             ) from None
-    return _load_trusted(path, container)
+    return _load_trusted(path, container), _nothing_to_give_back
 
 
-def _load_safely(path: Path, container: Container, compact: bool) -> Any:
-    if container.allocating_global is not None:
-        raise unpickling.ObjectRefused(container.allocating_global)
+def _nothing_to_give_back() -> None:
+    pass
+
+
+def _load_safely(path: Path, container: Container, compact: bool) -> tuple[Any, Callable[[], None]]:
+    # The values of NumPy arrays are in the pickle; torch's loader knows none.
+    most, give_back = container.size, _nothing_to_give_back
     try:
-        if container.kind == "pickle":
+        if container.archive is None:
             payload = unpickling.load_plain(path)
-        elif container.archive is not None:
-            payload = _load_archive(path, container.archive, compact)
         else:
-            _refuse_oversize(path, unpickling.declared_tensor_bytes(path), container)
-            with _quiet(), _no_other_classes():
-                payload = torch.load(path, map_location="cpu", weights_only=True)
+            try:
+                payload, give_back = unpickling.load_archive(path, container.archive, compact=compact)
+            except unpickling.UnsupportedPickle:
+                if container.allocating_global is not None:
+                    raise unpickling.ObjectRefused(container.allocating_global) from None
+                most = container.tensor_bytes
+                # torch's own loader has the last word, and says in its own words what is wrong.
+                with _quiet(), _no_other_classes():
+                    payload = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (unpickling.ObjectRefused, DumpFormatError, OSError):
         raise
     except pickle.UnpicklingError as error:
@@ -84,16 +99,8 @@ def _load_safely(path: Path, container: Container, compact: bool) -> Any:
     # A damaged or hostile file can make the readers raise anything at all; each such file is one line, no traceback.
     except Exception as error:
         raise unusable(path, f"is damaged ({_reason(error)})") from None
-    _check_tensors(path, payload, container)
-    return payload
-
-
-def _load_archive(path: Path, archive: Archive, compact: bool) -> Any:
-    # Whatever the mapped loader stumbles over, torch's has the last word, and says it in its own words.
-    with contextlib.suppress(Exception):
-        return load_mapped(path, archive, compact=compact)
-    with _quiet(), _no_other_classes():
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    _check_tensors(path, payload, container, most)
+    return payload, give_back
 
 
 def _load_trusted(path: Path, container: Container) -> Any:
@@ -131,12 +138,7 @@ def _reason(error: BaseException) -> str:
     return line[:160]
 
 
-def _refuse_oversize(path: Path, declared: int, container: Container) -> None:
-    if declared > container.tensor_bytes:
-        raise unusable(path, f"declares {declared} bytes of tensors, but holds {container.tensor_bytes}")
-
-
-def _check_tensors(path: Path, payload: Any, container: Container) -> None:
+def _check_tensors(path: Path, payload: Any, container: Container, most: int) -> None:
     """Refuse tensors that are not plain CPU values, or larger than the file.
 
     Nothing is read: a mapped tensor costs memory only when somebody touches it, and this is what happens next.
@@ -145,6 +147,8 @@ def _check_tensors(path: Path, payload: Any, container: Container) -> None:
     for value in _walk(path, payload, container):
         if value.layout is not torch.strided or value.device.type != "cpu" or value.is_quantized:
             raise unusable(path, f"holds a tensor of layout {value.layout} on {value.device}")
+        if unpickling.was_list(value):
+            continue  # made of numbers that the pickle holds one by one
         declared = value.numel() * value.element_size()
         if declared > container.size:
             # Repeated by stride 0: valid for torch, but anybody who reads it would take that much memory.
@@ -152,7 +156,9 @@ def _check_tensors(path: Path, payload: Any, container: Container) -> None:
         storage = value.untyped_storage()
         if storage.nbytes():
             storages[storage.data_ptr()] = max(storage.nbytes(), storages.get(storage.data_ptr(), 0))
-    _refuse_oversize(path, sum(storages.values()), container)
+    declared = sum(storages.values())
+    if declared > most:
+        raise unusable(path, f"declares {declared} bytes of tensors, but holds {most}")
 
 
 def _walk(path: Path, payload: Any, container: Container) -> Iterator[torch.Tensor]:

@@ -22,14 +22,11 @@ __all__ = [
     "REQUIRED_TOP_LEVEL_KEYS",
     "WHOLE_BATCH_FIELDS",
     "DumpKind",
-    "FieldOrigin",
 ]
 
 FORMAT_VERSION: Final = 2
 
 DumpKind = Literal["train-v2", "train-rank", "rollout", "rollout-eval"]
-FieldOrigin = Literal["recomputed", "captured", "rollout"]
-"""Where the values of a response-level field came from, as ``provenance["fields"]`` says it."""
 
 # Top level of a v2 file. Any other key there is a whole-batch field.
 REQUIRED_TOP_LEVEL_KEYS: Final = ("format_version", "rollout_id", "rank", "samples", "dp_shards")

@@ -1,20 +1,42 @@
-"""Unpicklers for what torch's safe loader does not serve: plain pickles, old torch files, and opted-in objects."""
+"""Unpicklers that create nothing but data: no class is looked up, no code of the file runs.
+
+:func:`load_archive` reads what torch.save wrote, with every tensor left in the file. It exists because a rollout dump
+is mostly long lists of Python numbers: torch's own safe loader makes an object of each, at many times the size and the
+time of the numbers. What it does not know it refuses with :class:`UnsupportedPickle`, and torch's loader has the last
+word. :func:`load_plain` reads plain pickles. :data:`FORGIVING_PICKLE` is for files that the user trusts.
+"""
 
 from __future__ import annotations
 
 import io
+import math
+import mmap
 import pickle
+import re
+import struct
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO, ClassVar
 
-__all__ = ["FORGIVING_PICKLE", "Inert", "ObjectRefused", "Opaque", "declared_tensor_bytes", "load_plain"]
+import torch
+
+from slime_instrument._errors import DumpFormatError
+from slime_instrument._format.containers import Archive, record_bounds
 
 
 class ObjectRefused(Exception):
     """A pickle asks for a class or function that the safe way does not give. ``str()`` is its qualified name."""
+
+
+class UnsupportedPickle(Exception):
+    """A torch file holds something that :func:`load_archive` leaves to torch's loader. ``str()`` says what."""
+
+
+# What Python's unpickler raises for a damaged pickle, whose instructions find the wrong things on its stack.
+_DAMAGE = (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError, struct.error)
 
 
 class Opaque:
@@ -38,6 +60,92 @@ class Opaque:
         return f"<{self.qualified_name}>"
 
 
+# --- NumPy without NumPy: arrays become tensors, scalars become numbers ---
+
+_NUMPY_TYPES = {
+    "b1": torch.bool, "i1": torch.int8, "i2": torch.int16, "i4": torch.int32, "i8": torch.int64,
+    "u1": torch.uint8, "u2": torch.uint16, "u4": torch.uint32, "u8": torch.uint64,
+    "f2": torch.float16, "f4": torch.float32, "f8": torch.float64,
+}  # fmt: skip
+
+
+class _NumpyType:
+    """Stands for a ``numpy.dtype``."""
+
+    def __init__(self, name: Any = None, *_: Any) -> None:
+        self.dtype = _NUMPY_TYPES.get(name) if isinstance(name, str) else None
+        self.name = str(name)
+
+    def __setstate__(self, state: Any) -> None:
+        if state[1] == ">":
+            self.dtype = None  # big-endian
+
+    def tensor(self, shape: Any, content: Any) -> torch.Tensor:
+        if self.dtype is None or not isinstance(content, bytes):
+            raise ObjectRefused(f"numpy.ndarray of {self.name}")
+        if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+            raise ObjectRefused("numpy.ndarray without a shape")
+        if math.prod(shape) * self.dtype.itemsize != len(content):
+            raise ObjectRefused("numpy.ndarray that is not as large as its shape says")
+        if not content:
+            return torch.empty(shape, dtype=self.dtype)
+        return torch.frombuffer(bytearray(content), dtype=self.dtype).reshape(shape)
+
+
+class _NumpyArray:
+    """Stands for a ``numpy.ndarray``; in the end :func:`_handed_out` puts its tensor in its place."""
+
+    tensor: torch.Tensor | None = None
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, kind, fortran, content = state
+        if not isinstance(kind, _NumpyType):
+            raise ObjectRefused("numpy.ndarray without a type")
+        if fortran:
+            self.tensor = kind.tensor(shape[::-1], content)
+            self.tensor = self.tensor.permute(*reversed(range(len(shape))))
+        else:
+            self.tensor = kind.tensor(shape, content)
+
+
+def _new_numpy_array(*_: Any) -> _NumpyArray:
+    return _NumpyArray()
+
+
+def _numpy_scalar(kind: Any, content: Any) -> Any:
+    if not isinstance(kind, _NumpyType):
+        raise ObjectRefused("numpy scalar without a type")
+    return kind.tensor((), content).item()
+
+
+def _latin1(text: Any, encoding: Any = None) -> bytes:
+    """How protocol 2 writes bytes: ``_codecs.encode(text, "latin1")``."""
+    if not isinstance(text, str) or encoding != "latin1":
+        raise ObjectRefused("_codecs.encode")
+    return text.encode("latin1")
+
+
+def _no_bytes(*content: Any) -> bytes:
+    """How protocol 2 writes bytes of which there are none: ``bytes()``."""
+    if content:
+        raise ObjectRefused("bytes of a stated number")
+    return b""
+
+
+_DATA_GLOBALS: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("_codecs", "encode"): _latin1,
+    ("__builtin__", "bytes"): _no_bytes,
+    ("builtins", "bytes"): _no_bytes,
+    ("numpy", "ndarray"): _NumpyArray,
+    ("numpy", "dtype"): _NumpyType,
+    **{
+        (f"numpy.{core}.multiarray", name): stub
+        for core in ("core", "_core")
+        for name, stub in (("_reconstruct", _new_numpy_array), ("scalar", _numpy_scalar))
+    },
+}
+
 _LEFT_OUT = (b"\x96", pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.LONG4, pickle.LONG, pickle.INT)
 
 
@@ -49,66 +157,345 @@ class Inert(pickle._Unpickler):
     of more than 255 bytes or as text, which Python refuses to print.
     """
 
-    dispatch: ClassVar = {
+    # Of the unpickler in Python; typeshed knows only the one in C.
+    stack: list[Any]
+    memo: dict[int, Any]
+    append: Callable[[Any], None]
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
         code: handler for code, handler in pickle._Unpickler.dispatch.items() if bytes([code]) not in _LEFT_OUT
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
+        if (module, name) in _DATA_GLOBALS:
+            return _DATA_GLOBALS[module, name]
         raise ObjectRefused(f"{module}.{name}")
 
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        if not isinstance(self.stack[-1], (_NumpyArray, _NumpyType)):
+            raise self.unknown_state(f"{type(self.stack[-1]).__name__} with a state")
+        self.stack[-1].__setstate__(state)
 
-class _Measuring(Inert):
-    """Walks the pickle of an old torch file and adds up the tensor storages that it declares."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        super().__init__(file)
-        self.sizes: dict[str, int] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        return type(name, (Opaque,), {"qualified_name": f"{module}.{name}"})
-
-    def persistent_load(self, saved_id: Any) -> Any:
-        # ("storage", class, key, location, number of elements, view). Bytes per element: at least 1 for any class.
-        _, storage_class, key, _, numel, *_ = saved_id
-        self.sizes[str(key)] = int(numel) * _ITEM_SIZES.get(getattr(storage_class, "__name__", ""), 1)
-        return Opaque()
-
-
-_ITEM_SIZES = {
-    "DoubleStorage": 8,
-    "LongStorage": 8,
-    "ComplexFloatStorage": 8,
-    "ComplexDoubleStorage": 16,
-    "FloatStorage": 4,
-    "IntStorage": 4,
-    "HalfStorage": 2,
-    "BFloat16Storage": 2,
-    "ShortStorage": 2,
-}
+    dispatch[pickle.BUILD[0]] = load_build
+    unknown_state: ClassVar[type[Exception]] = ObjectRefused
 
 
 def load_plain(path: Path) -> Any:
-    """Load a plain pickle that holds only data: dicts, lists, tuples, strings and numbers.
+    """Load a plain pickle that holds only data: dicts, lists, tuples, strings, numbers, NumPy arrays as tensors.
 
     Raises:
         ObjectRefused: it asks for a class or function. None was looked up.
         Exception: whatever a damaged pickle makes the unpickler raise.
     """
-    return Inert(io.BytesIO(path.read_bytes())).load()
+    return _handed_out(Inert(io.BytesIO(path.read_bytes())).load())
 
 
-def declared_tensor_bytes(path: Path) -> int:
-    """Bytes of all tensors that an old torch file declares, found without taking them."""
-    stream = io.BytesIO(path.read_bytes())
-    for _ in range(3):  # magic number, protocol, machine description
-        Inert(stream).load()
-    measuring = _Measuring(stream)
-    measuring.load()
-    return sum(measuring.sizes.values())
+# --- torch.save's archives ---
+
+# Picklers write a list as batches of at most this many items, each between MARK and APPENDS.
+_BATCH = 1000
+_INTEGERS = re.compile(rb"(?:K.|M..|J....){2,%d}" % _BATCH, re.DOTALL)
+_FLOATS = re.compile(rb"(?:G.{8}){2,%d}" % _BATCH, re.DOTALL)
+_LONG = 64  # shorter lists stay lists
+_HELD = 256  # records that are looked at before memory is given back
+_MARK, _APPENDS = pickle.MARK[0], pickle.APPENDS[0]
+_MEMO_SIZES = {pickle.BINPUT[0]: 2, pickle.LONG_BINPUT[0]: 5, pickle.MEMOIZE[0]: 1}
+
+# What torch does not write. Frames are read ahead, so the file would stand somewhere else than the unpickler.
+_NOT_WRITTEN = (pickle.FRAME, pickle.DUP, pickle.POP, pickle.POP_MARK, pickle.GET)
+
+_STORAGE_TYPES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+# Types that came after the storage classes: torch writes their storages as bytes, and the type beside the tensor.
+_BYTE_STORAGE = "UntypedStorage"
+_NEW_TYPES = {
+    name: found
+    for name in (
+        "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    )
+    if isinstance(found := getattr(torch, name, None), torch.dtype)
+}  # fmt: skip
+
+
+class _StorageType:
+    """A type of storage as the pickle names it. Not callable."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+
+def _rebuilt(
+    base: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, flags: Any = None
+) -> torch.Tensor:
+    """Stands for the function that rebuilds a tensor; called with what the file says."""
+    numbers = (offset, *size, *stride)
+    if not isinstance(base, torch.Tensor) or requires_grad is True or hooks or len(size) != len(stride):
+        raise UnsupportedPickle("tensor")
+    if flags:
+        # Such as that the values in the file are those of the negative.
+        raise UnsupportedPickle("tensor with flags")
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise UnsupportedPickle("tensor")
+    if size == (len(base),) and stride == (1,) and offset == 0:
+        return base
+    if 0 not in size:
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if last >= len(base):
+            raise UnsupportedPickle("tensor outside of its storage")
+    return base.as_strided(size, stride, offset)
+
+
+def _rebuilt_from_bytes(
+    base: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, flags: Any = None
+) -> torch.Tensor:
+    """The same for a tensor of a newer type."""
+    if not isinstance(base, torch.Tensor) or not isinstance(dtype, torch.dtype) or len(base) % dtype.itemsize:
+        raise UnsupportedPickle("tensor")
+    return _rebuilt(base.view(dtype), offset, size, stride, requires_grad, hooks, flags)
+
+
+def load_archive(path: Path, archive: Archive, *, compact: bool) -> tuple[Any, Callable[[], None]]:
+    """Load the object in a file that torch.save wrote, tensors memory-mapped.
+
+    Args:
+        path: the file.
+        archive: where its records are.
+        compact: give long lists of ints as int32 tensors and long lists of floats as float64 tensors;
+            :func:`was_list` knows them.
+
+    Returns:
+        The object, and a function that gives back the memory of what was read of it; it is read again where it is
+        needed. Changes that were made in place are lost with it.
+
+    Raises:
+        UnsupportedPickle: anything but tensors of the usual types, plain values, dicts, lists and tuples; or damage.
+        ObjectRefused: it asks for a class or function. None was looked up.
+        DumpFormatError: a record is not where the archive says.
+    """
+    with open(path, "rb") as file:
+        # Copy on write: a tensor may be changed in place, and the file stays as it is.
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    try:
+        order = archive.records.get("byteorder")
+        if order is not None and content[slice(*record_bounds(path, content, order))] != b"little":
+            raise UnsupportedPickle("byte order")
+        found = _handed_out(_Mapped(path, content, archive, compact=compact).load())
+    except _DAMAGE as error:
+        if isinstance(error, DumpFormatError):
+            raise
+        raise UnsupportedPickle(f"damage ({type(error).__name__})") from error
+    _give_back(content)
+    return found, lambda: _give_back(content)
+
+
+def was_list(value: Any) -> bool:
+    """Whether a tensor is a list in its file, loaded with ``compact``."""
+    return isinstance(value, torch.Tensor) and getattr(value, _LIST_MARK, False)
+
+
+_LIST_MARK = "_slime_instrument_was_list"
+
+
+def _handed_out(payload: Any) -> Any:
+    """The payload with tensors in the place of the arrays that the unpicklers work with."""
+    done: dict[int, Any] = {}
+
+    def converted(value: Any) -> Any:
+        if isinstance(value, array):
+            if id(value) not in done:
+                dtype = torch.int32 if value.typecode == "i" else torch.float64
+                done[id(value)] = torch.frombuffer(value, dtype=dtype)
+                setattr(done[id(value)], _LIST_MARK, True)
+            return done[id(value)]
+        if isinstance(value, _NumpyArray):
+            if value.tensor is None:
+                raise ObjectRefused("numpy.ndarray without values")
+            return value.tensor
+        if isinstance(value, _NumpyType):
+            raise ObjectRefused("numpy.dtype")
+        if isinstance(value, tuple):
+            parts = tuple(map(converted, value))
+            return value if all(a is b for a, b in zip(parts, value, strict=True)) else parts
+        if isinstance(value, (dict, list)) and id(value) not in done:
+            done[id(value)] = value
+            pending.append(value)
+        return value
+
+    pending: list[Any] = []
+    payload = converted(payload)
+    while pending:
+        value = pending.pop()
+        for key, item in list(value.items()) if isinstance(value, dict) else enumerate(value):
+            if type(item) not in _SCALARS:
+                value[key] = converted(item)
+    return payload
+
+
+_SCALARS = frozenset({int, float, str, bool, type(None), bytes, torch.Tensor})
+
+
+def _give_back(content: mmap.mmap) -> None:
+    if hasattr(content, "madvise"):  # not on every system
+        content.madvise(mmap.MADV_DONTNEED)
+
+
+def _fits(value: Any, numbers: array[Any]) -> bool:
+    """Whether ``numbers`` can take up ``value`` and give it back as it is."""
+    if numbers.typecode == "d":
+        return type(value) is float
+    return type(value) is int and -(2**31) <= value < 2**31
+
+
+class _Mapped(Inert):
+    """The inert unpickler, with tensors, and with batches of numbers taken as a whole."""
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        code: handler for code, handler in Inert.dispatch.items() if bytes([code]) not in _NOT_WRITTEN
+    }
+    unknown_state = UnsupportedPickle
+
+    def __init__(self, path: Path, content: mmap.mmap, archive: Archive, *, compact: bool) -> None:
+        self.start, self.end = record_bounds(path, content, archive.pickle)
+        content.seek(self.start)
+        super().__init__(content)
+        self.path, self.content, self.records, self.compact = path, content, archive.records, compact
+        self.storages: dict[str, torch.Tensor] = {}
+        self.keys: dict[int, int] = {}
+        """id of an array -> its number in the memo, which keeps it alive."""
+        self.shared: set[int] = set()
+        """ids of arrays that stand in several places."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+            return _rebuilt if name.endswith("2") else _rebuilt_from_bytes
+        if module == "torch" and name in _STORAGE_TYPES:
+            return _StorageType(_STORAGE_TYPES[name])
+        if (module, name) == ("torch.storage", _BYTE_STORAGE):
+            return _StorageType(torch.uint8)
+        if module == "torch" and name in _NEW_TYPES:
+            return _NEW_TYPES[name]
+        if (module, name) in _DATA_GLOBALS:
+            return _DATA_GLOBALS[module, name]
+        raise UnsupportedPickle(f"{module}.{name}")
+
+    def persistent_load(self, saved_id: Any) -> torch.Tensor:
+        _, kind, key, _, numel = saved_id
+        if not isinstance(kind, _StorageType) or type(key) is not str or type(numel) is not int or numel < 0:
+            raise UnsupportedPickle("storage")
+        if key not in self.storages:
+            if len(self.storages) % _HELD == _HELD - 1:
+                # Each look at the head of a record brings its neighbourhood into memory; together that is the file.
+                _give_back(self.content)
+            start, end = record_bounds(self.path, self.content, self.records[f"data/{key}"])
+            if numel * kind.dtype.itemsize > end - start:
+                raise UnsupportedPickle("storage larger than its record")
+            self.storages[key] = (
+                torch.frombuffer(self.content, dtype=kind.dtype, count=numel, offset=start)
+                if numel
+                else torch.empty(0, dtype=kind.dtype)
+            )
+        found = self.storages[key]
+        if found.dtype != kind.dtype or len(found) != numel:
+            raise UnsupportedPickle("storage of two types")
+        return found
+
+    def _numbers(self, at: int) -> array[Any] | None:
+        """The numbers of the batch whose MARK is at ``at``, if it is one of numbers; the file stands behind it then."""
+        for pattern, kind in ((_INTEGERS, "i"), (_FLOATS, "d")):
+            found = pattern.match(self.content, at + 1, self.end)
+            if found is None or self.content[found.end()] != _APPENDS:
+                continue
+            self.content.seek(found.end() + 1)
+            if kind == "i":
+                # Nothing but BININT instructions is in it.
+                return array("i", pickle.loads(b"\x80\x02](" + found[0] + b"e."))
+            return array("d", struct.unpack(">" + "xd" * (len(found[0]) // 9), found[0]))
+        return None
+
+    def load_empty_list(self) -> None:
+        at = self.content.tell()
+        mark = at + _MEMO_SIZES.get(self.content[at], 0)
+        if not self.compact or self.content[mark] != _MARK:
+            self.append([])
+            return
+        numbers = self._numbers(mark)
+        if numbers is None or len(numbers) < _LONG:
+            self.append([] if numbers is None else numbers.tolist())
+        else:
+            self.append(numbers)
+        if numbers is not None and mark > at:
+            # The instruction between the two gives the list its number in the memo.
+            behind = self.content.tell()
+            self.content.seek(at + 1)
+            self.dispatch[self.content[at]](self)
+            self.content.seek(behind)
+            self.keys[id(numbers)] = next(key for key in reversed(self.memo) if self.memo[key] is self.stack[-1])
+
+    def load_mark(self) -> None:
+        goal = self.stack[-1] if self.stack else None
+        if isinstance(goal, (list, array)):
+            numbers = self._numbers(self.content.tell() - 1)
+            if numbers is not None:
+                if isinstance(goal, array) and goal.typecode != numbers.typecode:
+                    goal = self._as_list(goal)
+                goal.extend(numbers)
+                return
+        super().load_mark()  # type: ignore[misc]
+
+    def load_append(self) -> None:
+        value = self.stack.pop()
+        goal = self.stack[-1]
+        if isinstance(goal, array) and not _fits(value, goal):
+            goal = self._as_list(goal)
+        goal.append(value)
+
+    def load_appends(self) -> None:
+        values = self.pop_mark()  # type: ignore[attr-defined]
+        goal = self.stack[-1]
+        if isinstance(goal, array):
+            goal = self._as_list(goal)
+        goal.extend(values)
+
+    def load_binget(self) -> None:
+        super().load_binget()  # type: ignore[misc]
+        self._share()
+
+    def load_long_binget(self) -> None:
+        super().load_long_binget()  # type: ignore[misc]
+        self._share()
+
+    def _as_list(self, numbers: array[Any]) -> list[Any]:
+        """Turn an array back into the list that it stands for, on the stack and in the memo."""
+        if id(numbers) in self.shared:
+            raise UnsupportedPickle("a list that grows after it was used")
+        found = numbers.tolist()
+        self.stack[-1] = found
+        key = self.keys.get(id(numbers), -1)
+        if self.memo.get(key) is numbers:
+            self.memo[key] = found
+        return found
+
+    def _share(self) -> None:
+        if isinstance(self.stack[-1], array):
+            self.shared.add(id(self.stack[-1]))
+
+    dispatch[pickle.BINGET[0]] = load_binget
+    dispatch[pickle.LONG_BINGET[0]] = load_long_binget
+    dispatch[pickle.EMPTY_LIST[0]] = load_empty_list
+    dispatch[pickle.MARK[0]] = load_mark
+    dispatch[pickle.APPEND[0]] = load_append
+    dispatch[pickle.APPENDS[0]] = load_appends
 
 
 class _Forgiving(pickle.Unpickler):

@@ -1,19 +1,34 @@
-"""The places in slime that are touched, one file each. Deleting a file removes what it does and nothing else."""
+"""The places in slime where this package works, in the order in which a rollout passes them.
+
+A hook reads as one function (see ``_patching.patch``); what they all share is the :class:`~.process.Process` that each
+call brings along. Nothing here talks to other ranks or writes files: that is ``_dump``.
+"""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
+from slime_instrument._hooks.dump import save_debug_train_data
+from slime_instrument._hooks.loading import keep_positions
+from slime_instrument._hooks.ray_environment import carry_settings
+from slime_instrument._hooks.start import check_run
+from slime_instrument._hooks.training import (
+    ask_for_positions,
+    hide_positions,
+    mark_policy_loss,
+    note_step,
+    take_log_probs,
+    train_actor,
+)
+from slime_instrument._patching.patch import Patch
 
-from slime_instrument._patching.declaration import Patch
-
-__all__ = ["declared"]
-
-
-def declared() -> tuple[Patch, ...]:
-    """Every patch declared in this folder, by file name."""
-    patches: list[Patch] = []
-    for module_info in sorted(pkgutil.iter_modules(__path__), key=lambda info: info.name):
-        module = importlib.import_module(f"{__name__}.{module_info.name}")
-        patches += getattr(module, "PATCHES", ())
-    return tuple(patches)
+HOOKS: tuple[Patch, ...] = (
+    carry_settings,  # in the driver
+    check_run,  # in each trainer, once
+    keep_positions,  # and in each rollout: its data are loaded,
+    train_actor,  # the trainer begins,
+    hide_positions,  # slime logs what it got,
+    note_step,  # each optimizer step
+    ask_for_positions,  # takes micro-batches,
+    mark_policy_loss,  # whose loss
+    take_log_probs,  # computes log-probs;
+    save_debug_train_data,  # and the rollout is dumped.
+)

@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-from slime_instrument import _runtime as runtime
-from slime_instrument._dump.template import check_template, check_writable
-from slime_instrument._dump.topology import megatron_is_up, read_topology
-from slime_instrument._patching.declaration import Advice, Call, Patch, Target
+from collections.abc import Iterator
+
+from slime_instrument._dump.contribute import megatron_is_up
+from slime_instrument._hooks.process import Process, dump_is_asked_for
+from slime_instrument._patching.patch import Call, around
 
 
-def check_run(call: Call) -> Advice | None:
-    args = call["args"]
-    current = runtime.current()
-    if call.get("role", "actor") != "actor" or getattr(args, "debug_rollout_only", False):
-        return None
-    if getattr(args, "save_debug_train_data", None) is None:
-        return None
-    current.refuse_bad_settings()
-    template = check_template(args)
-
-    def started(result: object) -> object:
-        if megatron_is_up():
-            current.patcher.settle()
-            current.announce()
-            topology = read_topology()
-            if topology.is_writer:
-                check_writable(template, topology.rank)
-            current.log_armed(template, details=topology.is_writer)
-        return result
-
-    return Advice(after=started)
-
-
-PATCHES = (
-    Patch(
-        name="start",
-        group="start",
-        targets=(Target("slime.backends.megatron_utils.actor", "MegatronTrainRayActor.init"),),
-        relies_on=("self", "args", "role"),
-        before=check_run,
-        lost="The checks at the start of training are lost.",
-        optional=True,
-    ),
+@around(
+    "start",
+    "slime.backends.megatron_utils.actor:MegatronTrainRayActor.init",
+    takes=("self", "args", "role"),
+    optional=True,
+    on_failure="The checks at the start of training are lost.",
 )
+def check_run(call: Call) -> Iterator[None]:
+    process: Process = call.process
+    args = call["args"]
+    if call.get("role", "actor") != "actor" or getattr(args, "debug_rollout_only", False):
+        return
+    if not dump_is_asked_for(args):
+        return
+    process.refuse_bad_settings()
+    process.dumper.check(args)
+    yield
+    if megatron_is_up():
+        process.training_started(args)

@@ -3,27 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_instrument._analysis.evidence import Finding, View
-from slime_instrument._analysis.findings import diagnose
-from slime_instrument._analysis.join import Join, Pair
-from slime_instrument._analysis.metrics import Limits, measure
-from slime_instrument._analysis.schedule import Schedule
-from slime_instrument._analysis.tabulate import tabulate
-from slime_instrument._format.checks.values import whole_number
-from slime_instrument._format.records import RolloutDump, TrainDump
-from slime_instrument._live.alert import METRICS
+from slime_instrument._analysis.compare import find_all
+from slime_instrument._analysis.diagnosis import Finding
+from slime_instrument._analysis.evidence import View
+from slime_instrument._analysis.metrics import Metrics, measure
+from slime_instrument._analysis.table import tabulate
+from slime_instrument._analysis.verdict import Verdict, judge
+from slime_instrument._format.dumps import RolloutDump, TrainDump
+from slime_instrument._format.join import Join, Pair
+from slime_instrument._format.schedule import Schedule
+from slime_instrument._format.values import whole_number
 
-__all__ = ["MOST_TOKENS", "flat", "measure_payload"]
-
+_NAMED = 20  # samples of a finding
 MOST_TOKENS = 1_000_000
 """Response tokens that are measured at most: about a second of tensor work on one core."""
 
 
-def measure_payload(payload: Mapping[str, Any], path: Path, *, most_tokens: int = MOST_TOKENS) -> dict[str, Any]:
-    """The record of one dump: what ``compare`` measures, on the train side's own copy of the rollout's log-probs.
+@dataclass(frozen=True)
+class Measured:
+    """What was measured on one dump.
+
+    Attributes:
+        rollout_id: of the dump.
+        n_samples, n_samples_measured: samples in the dump, and those that stand for them.
+        metrics: as of a comparison.
+        findings, verdict: as of a comparison.
+    """
+
+    rollout_id: int | None
+    n_samples: int
+    n_samples_measured: int
+    metrics: Metrics
+    findings: tuple[Finding, ...]
+    verdict: Verdict
+
+    def as_dict(self) -> dict[str, Any]:
+        """As one line of ``metrics.jsonl`` has it."""
+        return {
+            "rollout_id": self.rollout_id,
+            "n_samples": self.n_samples,
+            "n_samples_measured": self.n_samples_measured,
+            "n_tokens": self.metrics.n_tokens,
+            **self.metrics.as_dict(),
+            "findings": [
+                {
+                    "code": one.code,
+                    "message": one.message,
+                    "n_samples": len(one.samples),
+                    "samples": list(one.samples[:_NAMED]),
+                }
+                for one in self.findings
+            ],
+            "verdict": self.verdict.as_dict(),
+        }
+
+
+def measure_payload(payload: Mapping[str, Any], path: Path, *, most_tokens: int = MOST_TOKENS) -> Measured:
+    """Measure one dump as ``compare`` would, on the train side's own copy of the rollout's log-probs.
 
     Args:
         payload: a v2 payload.
@@ -46,30 +86,16 @@ def measure_payload(payload: Mapping[str, Any], path: Path, *, most_tokens: int 
         n_shards=None, short=False,
     )  # fmt: skip
     join = Join(pairs, [], schedule)
-    n_tokens = int(table.pair_sums.counts.sum())
-    findings: list[Finding] = diagnose(View(source, train, join, table)) if n_tokens else []
-    return {
-        "rollout_id": rollout_id,
-        "n_samples": len(samples),
-        "n_samples_measured": len(chosen),
-        "n_tokens": n_tokens,
-        **measure(table, rollout_id, Limits()),
-        "findings": [
-            {"code": one.code, "message": one.message, "n_samples": len(one.samples), "samples": one.samples[:20]}
-            for one in findings
-        ],
-    }
-
-
-def flat(record: Mapping[str, Any]) -> dict[str, float | None]:
-    """The metrics of a record under their dotted names; None where one has no value."""
-    values: dict[str, float | None] = {}
-    for name in METRICS:
-        value: Any = record
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        values[name] = value
-    return values
+    metrics = measure(table, trainer_version=train.provenance.weight_version)
+    findings = find_all(View(source, train, join, table)) if metrics.n_tokens else ()
+    return Measured(
+        rollout_id=rollout_id,
+        n_samples=len(samples),
+        n_samples_measured=len(chosen),
+        metrics=metrics,
+        findings=findings,
+        verdict=judge(metrics, findings, n_joined=len(pairs)),
+    )
 
 
 def _pair(place: int, sample: dict[str, Any]) -> Pair:
@@ -80,6 +106,7 @@ def _pair(place: int, sample: dict[str, Any]) -> Pair:
         "tokens": sample.get("tokens"),
         "response_length": sample.get("response_lengths"),
         "rollout_log_probs": sample.get("rollout_log_probs"),
+        **({"loss_mask": sample["loss_masks"]} if "loss_masks" in sample else {}),
         "weight_versions": sample.get("weight_versions"),
     }
     return Pair(place if position is None else position, source["index"], sample, source, True)

@@ -9,13 +9,15 @@ import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slime_instrument._dump.template import dump_template
+from slime_instrument._dump.file import dump_template
 from slime_instrument._live.tracking import log_metrics, rollout_step
 from slime_instrument._settings import Settings
+from slime_instrument._thresholds import Threshold, shown_value
 
-__all__ = ["METRICS_FILE", "LiveMetrics", "append_line", "report_command"]
+if TYPE_CHECKING:
+    from slime_instrument._live.measure import Measured
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -47,44 +49,40 @@ class LiveMetrics:
             )  # fmt: skip
 
     def _take(self, args: Any, rollout_id: int, payload: Mapping[str, Any], path: Path) -> None:
-        from slime_instrument._live.measure import flat, measure_payload  # brings the analysis along
+        from slime_instrument._analysis.verdict import LEVELS
+        from slime_instrument._live.measure import measure_payload  # brings the analysis along
 
         began = time.monotonic()
-        record = measure_payload(payload, path)
-        values = flat(record)
+        measured = measure_payload(payload, path)
         step = rollout_step(args, rollout_id)
-        passed = [str(alert) for alert in self._settings.alert.each if alert.passed(values)]
+        passed = self._settings.alert.broken(measured.metrics.value)
         if self._settings.metrics:
-            shown = {**values, "n_tokens": record["n_tokens"], "findings": len(record["findings"])}
+            shown: dict[str, float | None] = {
+                **measured.metrics.flat(), "n_tokens": measured.metrics.n_tokens, "findings": len(measured.findings),
+                "verdict": LEVELS.index(measured.verdict.level),
+            }  # fmt: skip
             untracked = _log(args, shown, step)
             line = {
-                "rollout_id": rollout_id, "step": step, "time": round(time.time(), 3), "dump": str(path), **record,
-                "alerts": passed, "not_tracked": untracked, "seconds": round(time.monotonic() - began, 4),
+                **measured.as_dict(), "rollout_id": rollout_id, "step": step, "time": round(time.time(), 3),
+                "dump": str(path), "alerts": [str(one) for one in passed], "not_tracked": untracked,
+                "seconds": round(time.monotonic() - began, 4),
             }  # fmt: skip
             append_line(metrics_file(args, path), line)
-        self._say(args, rollout_id, record, values, passed, path)
+        self._say(args, rollout_id, measured, passed, path)
 
-    def _say(
-        self,
-        args: Any,
-        rollout_id: int,
-        record: Mapping[str, Any],
-        values: Mapping[str, Any],
-        passed: list[str],
-        path: Path,
-    ) -> None:
+    def _say(self, args: Any, rollout_id: int, measured: Measured, passed: list[Threshold], path: Path) -> None:
         """Findings when they first appear, and thresholds each time, with the command that shows more."""
-        codes = {one["code"] for one in record["findings"]}
         if self._settings.metrics:
-            for one in record["findings"]:
-                if one["code"] not in self._warned_of:
-                    logger.warning("slime_instrument: rollout %s: %s: %s", rollout_id, one["code"], one["message"])
-        self._warned_of = codes
+            for one in measured.findings:
+                if one.code not in self._warned_of:
+                    logger.warning("slime_instrument: rollout %s: %s: %s", rollout_id, one.code, one.message)
+        self._warned_of = {one.code for one in measured.findings}
         if passed:
-            found = ", ".join(f"{name} is {values[name]:.4g}" for name in dict.fromkeys(map(_metric_of, passed)))
+            values = {one.metric: measured.metrics.value(one.metric) for one in passed}
+            found = ", ".join(f"{name} is {shown_value(value)}" for name, value in values.items())
             logger.warning(
                 "slime_instrument: rollout %s passed %s: %s. Look at it with: %s",
-                rollout_id, ", ".join(passed), found, report_command(args, rollout_id, path),
+                rollout_id, ", ".join(map(str, passed)), found, report_command(args, rollout_id, path),
             )  # fmt: skip
 
 
@@ -94,10 +92,6 @@ def _log(args: Any, values: Mapping[str, float | None], step: int) -> str | None
         return log_metrics(args, values, step)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-
-
-def _metric_of(alert: str) -> str:
-    return alert.partition(">")[0].partition("<")[0]
 
 
 def metrics_file(args: Any, path: Path) -> Path:

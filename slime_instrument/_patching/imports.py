@@ -15,9 +15,8 @@ from typing import Any
 
 import wrapt
 
-__all__ = ["ImportWatch", "on_import"]
-
-logger = logging.getLogger("slime_instrument")
+from slime_instrument._errors import not_ours, traceback_text
+from slime_instrument._log import log
 
 
 class ImportWatch:
@@ -37,8 +36,11 @@ class ImportWatch:
             return
         try:
             action(module)
-        except Exception:
-            logger.exception("slime_instrument: a hook for %s failed; the import goes on", self.name)
+        except Exception as error:
+            if not_ours(error):
+                raise
+            text = traceback_text(error)
+            log(logging.ERROR, "slime_instrument: a hook for %s failed; the import goes on\n%s", self.name, text)
 
 
 class _WatchedSpec(ModuleSpec):

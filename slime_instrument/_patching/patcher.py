@@ -1,4 +1,4 @@
-"""The registry: every declared patch with its record, armed and disarmed as groups."""
+"""Every declared patch with its placement in this process, put on and taken off as groups."""
 
 from __future__ import annotations
 
@@ -6,32 +6,42 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
+from typing import Any
 
-from slime_instrument._patching.apply import apply, drift, misfit, remove
-from slime_instrument._patching.declaration import Patch, State, Target
+from slime_instrument._errors import describe, not_ours
+from slime_instrument._patching.apply import apply, drift, remove
 from slime_instrument._patching.failures import FailurePolicy
+from slime_instrument._patching.fit import look_at, misfit, stepping_back
 from slime_instrument._patching.imports import ImportWatch, on_import
-from slime_instrument._patching.record import Record
+from slime_instrument._patching.patch import Patch, State, Target
+from slime_instrument._patching.placement import PatchStatus, Placement
 
-__all__ = ["Patcher"]
+_IN_PLACE = (State.ACTIVE, State.DRIFTED)
 
 
 class Patcher:
     """Applies a set of patches as their modules are imported, and takes them back.
 
     A group applies as a whole: when one patch of it does not fit, the others of the group, and the groups that need
-    it, step back. ``disarm`` removes by handle, in the reverse order of application.
+    it, step back. ``disarm`` removes by handle, in the reverse order of application. ``process`` is handed to the
+    hooks with each call.
     """
 
-    def __init__(self, patches: Iterable[Patch], policy: FailurePolicy | None = None) -> None:
+    def __init__(self, patches: Iterable[Patch], policy: FailurePolicy | None = None, process: Any = None) -> None:
         self.policy = policy if policy is not None else FailurePolicy(strict=lambda: False)
-        self.records = {patch.name: Record(patch, self.policy) for patch in patches}
+        self._placements = {patch.name: Placement(patch, self.policy, process) for patch in patches}
         self.armed = False
         self._watches: list[ImportWatch] = []
-        self._order: list[Record] = []
-        self._lock = threading.RLock()  # hooks fire in whichever thread imports
-        for record in self.records.values():
-            record.on_failed = self._step_back
+        self._applied: list[Placement] = []
+        self._lock = threading.RLock()  # import hooks run in whichever thread imports
+        for placement in self:
+            placement.on_failed = self._step_back
+
+    def __iter__(self) -> Iterator[Placement]:
+        return iter(self._placements.values())
+
+    def __getitem__(self, name: str) -> Placement:
+        return self._placements[name]
 
     def arm(self) -> None:
         """Watch for the targets' modules; those already imported are patched at once. Idempotent; arming again also
@@ -41,15 +51,14 @@ class Patcher:
             if self.armed:
                 return
             self.armed = True
-            for record in self.records.values():
-                record.calls = record.failures = 0
-                record.missing = {}
-                names = " or ".join(dict.fromkeys(target.module for target in record.patch.targets))
-                record.become(State.PENDING, f"waiting for the import of {names}")
-        for record in self.records.values():
-            for target in record.patch.targets:
-                late = target.module in sys.modules
-                self._watches.append(on_import(target.module, self._arrival(record, target, late)))
+            for placement in self:
+                placement.calls = placement.failures = 0
+                placement.misfits = {}
+                names = " or ".join(dict.fromkeys(target.module for target in placement.patch.targets))
+                placement.set_state(State.PENDING, f"waiting for the import of {names}")
+        for placement in self:
+            for target in placement.patch.targets:
+                self._watches.append(on_import(target.module, self._on_arrival(placement, target)))
 
     def disarm(self) -> None:
         """Take everything back. Idempotent."""
@@ -57,126 +66,124 @@ class Patcher:
             for watch in self._watches:
                 watch.cancel()
             self._watches = []
-            for record in reversed(self._order):
-                record.become(State.REMOVED, remove(record))
-            self._order = []
-            for record in self.records.values():
-                if self.armed and record.state is not State.REMOVED:
-                    record.become(State.REMOVED, f"was {record.state}: {record.reason}")
+            for placement in reversed(self._applied):
+                placement.set_state(State.REMOVED, remove(placement))
+            self._applied = []
+            for placement in self:
+                if self.armed and placement.state is not State.REMOVED:
+                    placement.set_state(State.REMOVED, f"was {placement.state}: {placement.reason}")
             self.armed = False
 
-    def settle(self) -> None:
-        """Decide what is still open: called when training starts, when all that will be imported is.
+    def finalize(self) -> None:
+        """Decide what is still open: called when everything that will be imported has been.
 
         A patch none of whose alternatives can still appear is incompatible; groups then step back. Also looks for
         drift.
         """
         with self._lock:
-            for record in self.records.values():
-                if record.state is State.PENDING and all(
-                    str(target) in record.missing or target.module not in sys.modules for target in record.patch.targets
+            for placement in self:
+                if placement.state is State.PENDING and all(
+                    str(target) in placement.misfits or target.module not in sys.modules
+                    for target in placement.patch.targets
                 ):
-                    why = "; ".join(record.missing.values()) or "none of its modules is imported"
+                    why = "; ".join(placement.misfits.values()) or "none of its modules is imported"
                     # A worker never imports what only the driver runs: nothing is wrong with that.
-                    elsewhere = record.patch.optional and not record.missing
-                    record.become(State.SKIPPED if elsewhere else State.INCOMPATIBLE, why)
+                    elsewhere = placement.patch.optional and not placement.misfits
+                    placement.set_state(State.SKIPPED if elsewhere else State.INCOMPATIBLE, why)
             self._step_back()
             self.look_for_drift()
 
-    def stands(self, group: str) -> bool:
+    def is_active(self, group: str) -> bool:
         """Whether what ``group`` does can be relied on: every patch of it that is not optional is in place."""
-        members = [r for r in self.records.values() if r.patch.group == group and not r.patch.optional]
-        return bool(members) and all(record.state in (State.ACTIVE, State.DRIFTED) for record in members)
+        members = [each for each in self if each.patch.group == group and not each.patch.optional]
+        return bool(members) and all(each.state in _IN_PLACE for each in members)
 
     def look_for_drift(self) -> None:
-        """Compare every applied patch with what stands in its place now."""
+        """Compare every applied patch with what is in its place now."""
         with self._lock:
-            for record in self._order:
-                if record.state not in (State.ACTIVE, State.DRIFTED):
+            for placement in self._applied:
+                if placement.state not in _IN_PLACE:
                     continue
-                changed = drift(record)
+                changed = drift(placement)
                 if changed is not None:
-                    record.bypassed = changed.bypassed
-                    record.become(State.DRIFTED, changed.reason)
-                elif record.state is State.DRIFTED:
-                    record.bypassed = False
-                    record.become(State.ACTIVE, "wrapped; what had been put on top of it is gone")
+                    placement.bypassed = changed.bypassed
+                    placement.set_state(State.DRIFTED, changed.reason)
+                elif placement.state is State.DRIFTED:
+                    placement.bypassed = False
+                    placement.set_state(State.ACTIVE, "wrapped; what had been put on top of it is gone")
 
-    def __iter__(self) -> Iterator[Record]:
-        return iter(self.records.values())
+    def snapshots(self, *, used: bool = False) -> tuple[PatchStatus, ...]:
+        """The patches' states. ``used``: what they are for has happened, so that one which was never called may be
+        bypassed in a way that cannot be seen."""
+        return tuple(
+            each.snapshot(_NEVER_CALLED if used and each.state is State.ACTIVE and not each.calls else "")
+            for each in self
+        )
 
-    def _arrival(self, record: Record, target: Target, late: bool) -> Callable[[ModuleType], None]:
+    def _on_arrival(self, placement: Placement, target: Target) -> Callable[[ModuleType], None]:
         def arrived(module: ModuleType) -> None:
             with self._lock:
-                if not self.armed or record.state is not State.PENDING:
-                    return
-                self._offer(record, target, module, late)
+                if self.armed and placement.state is State.PENDING:
+                    self._offer(placement, target, module)
 
         return arrived
 
-    def _offer(self, record: Record, target: Target, module: ModuleType, late: bool) -> None:
+    def _offer(self, placement: Placement, target: Target, module: ModuleType) -> None:
         try:
-            why_not = misfit(record.patch, target, module)
-            unneeded = record.patch.unneeded(module) if why_not is None else None
+            why_not = misfit(placement.patch, target, look_at(module, target.attribute))
+            unneeded = placement.patch.unneeded(module) if why_not is None else None
             if unneeded is not None:
-                record.target = target
-                record.become(State.SKIPPED, unneeded)
+                placement.target = target
+                placement.set_state(State.SKIPPED, unneeded)
             elif why_not is not None:
-                record.missing[str(target)] = why_not
-                if len(record.missing) == len(record.patch.targets):
-                    record.become(State.INCOMPATIBLE, "; ".join(record.missing.values()))
+                placement.misfits[str(target)] = why_not
+                if len(placement.misfits) == len(placement.patch.targets):
+                    placement.set_state(State.INCOMPATIBLE, "; ".join(placement.misfits.values()))
             else:
-                apply(record, target, module, late=late)
-                self._order.append(record)
+                apply(placement, target, module)
+                self._applied.append(placement)
         except Exception as error:
             # Half applied is worse than not applied; removal copes with both.
-            remove(record)
-            record.become(State.FAILED, f"could not be applied: {type(error).__name__}: {error}")
+            remove(placement)
+            placement.set_state(State.FAILED, f"could not be applied: {describe(error)}")
+            if not_ours(error):
+                raise
         self._step_back()
 
     def _step_back(self) -> None:
-        """Revert what must not stay without its companions, until nothing changes any more."""
+        """Take off what must not stay without its companions."""
         with self._lock:
-            self._step_back_locked()
-
-    def _step_back_locked(self) -> None:
-        broken = {
-            record.patch.group: record
-            for record in self.records.values()
-            if record.state in (State.INCOMPATIBLE, State.FAILED) and not record.patch.optional
-        }
-        while True:
-            for record in self.records.values():
-                cause = next((broken[g] for g in (record.patch.group, *record.patch.needs) if g in broken), None)
-                if cause is None or cause is record or record.state not in (State.PENDING, State.ACTIVE, State.DRIFTED):
+            broken = [each for each in self if each.state in (State.INCOMPATIBLE, State.FAILED)]
+            causes = stepping_back((each.patch for each in self), (each.patch for each in broken))
+            for name, cause in causes.items():
+                placement = self[name]
+                if placement.state not in (State.PENDING, *_IN_PLACE):
                     continue
-                if record.patch.hold and cause.state is State.FAILED:
+                if placement.patch.instead is not None and self[cause.name].state is State.FAILED:
                     continue  # its target must not run in the middle of a run that did not have it so far
-                if record in self._order:
-                    self._order.remove(record)
-                    remove(record)
-                record.become(State.SKIPPED, f"steps back together with {cause.patch.name!r}")
-            grown = {
-                record.patch.group: broken[need]
-                for record in self.records.values()
-                for need in record.patch.needs
-                if need in broken and record.patch.group not in broken
-            }
-            if not grown:
-                return
-            broken |= grown
+                if placement in self._applied:
+                    self._applied.remove(placement)
+                    remove(placement)
+                placement.set_state(State.SKIPPED, f"steps back together with {cause.name!r}")
 
     def _reapply_replaced(self) -> None:
         self.look_for_drift()
-        for record in list(self._order):
-            if record.state is not State.DRIFTED or not record.bypassed or record.target is None:
+        for placement in list(self._applied):
+            target = placement.target
+            if placement.state is not State.DRIFTED or not placement.bypassed or target is None:
                 continue
-            module = sys.modules.get(record.target.module)
-            self._order.remove(record)
-            remove(record)
-            record.missing = {}
-            record.become(State.PENDING, "the target was replaced, applying again")
+            self._applied.remove(placement)
+            remove(placement)
+            placement.misfits = {}
+            placement.set_state(State.PENDING, "the target was replaced, applying again")
+            module = sys.modules.get(target.module)
             if module is not None:
-                self._offer(record, record.target, module, late=True)
+                self._offer(placement, target, module)
             else:
-                self._watches.append(on_import(record.target.module, self._arrival(record, record.target, late=False)))
+                self._watches.append(on_import(target.module, self._on_arrival(placement, target)))
+
+
+_NEVER_CALLED = (
+    "never called although training ran: not needed in this run, or the original is called past it, by code that "
+    "torch.compile compiled or by a partial or closure made before arming"
+)

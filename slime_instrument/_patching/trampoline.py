@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import wrapt
 
-from slime_instrument._patching.declaration import KEYWORD_ONLY, Advice, Call, State
+from slime_instrument._errors import not_ours
+from slime_instrument._patching.patch import KEYWORD_ONLY, Call, State
 
 if TYPE_CHECKING:
-    from slime_instrument._patching.record import Record
-
-__all__ = ["FunctionPatch", "make_wrapper", "parameters", "resolve_by_name"]
+    from slime_instrument._patching.placement import Placement
 
 
 def parameters(function: Any) -> tuple[dict[str, int], bool]:
@@ -42,7 +41,9 @@ class FunctionPatch(wrapt.FunctionWrapper[..., Any]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         try:
             in_place = resolve_by_name(self.__module__, self.__qualname__) is self
-        except Exception:
+        except Exception as error:
+            if not_ours(error):
+                raise
             in_place = False
         # In its place it is an ordinary global: what unpickles it needs no package of ours.
         return self.__qualname__ if in_place else (resolve_by_name, (self.__module__, self.__qualname__))
@@ -57,87 +58,114 @@ class FunctionPatch(wrapt.FunctionWrapper[..., Any]):
         return self
 
 
-def make_wrapper(record: Record, original: Any, *, method: bool) -> Any:
+def make_wrapper(placement: Placement, original: Any, *, method: bool) -> Any:
     """Wrap ``original``. Methods get a plain function: Ray re-closes over the methods of an actor class in the driver
     and would ship a wrapt wrapper by value, as the unwrapped original, to every worker."""
-    if record.patch.replace is not None:
-        return record.patch.replace(original)
-    application = record.application
+    application = placement.application
+    run = _run_around if placement.patch.around is not None else _run_instead
     if not method:
 
         def through(wrapped: Any, _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return run(record, application, wrapped, args, kwargs)
+            return run(placement, application, wrapped, args, kwargs)
 
         return FunctionPatch(original, through)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return run(record, application, original, args, kwargs)
+        return run(placement, application, original, args, kwargs)
 
     return wrapper
 
 
-def run(
-    record: Record, application: int, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+def _run_around(
+    placement: Placement, application: int, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """One call of a wrapped target."""
-    if record.application != application:
+    """One call of a target that has a hook around it."""
+    if placement.application != application:
         # An earlier wrapper of this patch, still called by what another tool put on top of it. Only the newest acts.
-        return wrapped(*args, **kwargs)
-    record.calls += 1
+        return target(*args, **kwargs)
+    placement.calls += 1
+    call = hook = None
+    failures = placement.failures
     try:
-        idle = record.patch.idle
-        leave_alone = record.inert or (idle is not None and idle())
+        idle = placement.patch.idle
+        if not (placement.inert or (idle is not None and idle())):
+            call = Call(args, kwargs, placement.positions, placement.process)
+            hook = placement.patch.around(call)  # type: ignore[misc]
+            next(hook)
+    except StopIteration:  # it returned before its yield: nothing to do in this call
+        hook = None
     except Exception as error:
-        record.failed(error)
-        leave_alone = not record.patch.hold
-    if leave_alone:
-        return wrapped(*args, **kwargs)
-    if record.state is State.FAILED:  # a patch that holds its target back
-        return None
-    failures = record.failures
-    advice = _ask(record, Call(args, kwargs, record.positions))
-    if advice is None:
-        # One that holds its target back does so too when it cannot say what to do.
-        held = record.patch.hold and record.failures > failures
-        return None if held else wrapped(*args, **kwargs)
-    if advice.instead is not None:
-        return _counted(record, failures, _guarded(record, advice.instead, None))
-    args, kwargs = advice.arguments or (args, kwargs)
-    if advice.cleanup is None:
-        result = wrapped(*args, **kwargs)
-    else:
-        returned = False
-        try:
-            result = wrapped(*args, **kwargs)
-            returned = True
-        finally:
-            _guarded(record, advice.cleanup, None, may_raise=returned)
-    if advice.after is not None:
-        result = _guarded(record, functools.partial(advice.after, result), result)
-    return _counted(record, failures, result)
-
-
-def _counted(record: Record, failures_before: int, result: Any) -> Any:
-    """A call in which all steps worked ends a row of failures; one working step among failing ones does not."""
-    if record.failures == failures_before:
-        record.policy.succeeded(record.patch.name)
+        if not_ours(error):
+            raise
+        placement.failed(error)
+        hook = None
+    if call is None or hook is None:
+        return target(*args, **kwargs)
+    returned = False
+    try:
+        result = call.result = target(*call.args, **call.kwargs)
+        returned = True
+    finally:
+        if not returned:
+            _abandon(placement, hook)
+    if _tear_down(placement, hook):
+        result = call.result
+    if placement.failures == failures:
+        placement.policy.succeeded(placement.patch.name)
     return result
 
 
-def _ask(record: Record, call: Call) -> Advice | None:
-    assert record.patch.before is not None
-    try:  # as _guarded does, without the cost of a closure in every call
-        return record.patch.before(call)
-    except Exception as error:
-        record.failed(error)
-    rescue = record.patch.rescue
-    return None if rescue is None else _guarded(record, lambda: rescue(call), None)
-
-
-def _guarded(record: Record, step: Callable[[], Any], otherwise: Any, *, may_raise: bool = True) -> Any:
+def _tear_down(placement: Placement, hook: Iterator[None]) -> bool:
+    """Run what stands after the hook's ``yield``; True when it worked."""
     try:
-        return step()
+        next(hook)
+    except StopIteration:
+        return True
     except Exception as error:
-        record.failed(error, may_raise=may_raise)
-        return otherwise
+        if not_ours(error):
+            raise
+        placement.failed(error)
+        return False
+    _abandon(placement, hook)
+    placement.failed(RuntimeError(f"the hook of {placement.patch.name} yields more than once"))
+    return False
+
+
+def _abandon(placement: Placement, hook: Any) -> None:
+    """The target raised: end the hook's ``with`` blocks and ``finally`` only. The target's exception is on its way and
+    nothing of ours may cover it."""
+    try:
+        hook.close()
+    except Exception as error:
+        if not_ours(error):
+            raise
+        placement.failed(error, may_raise=False)
+
+
+def _run_instead(
+    placement: Placement, application: int, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """One call of a target whose place a hook takes."""
+    if placement.application != application:
+        return target(*args, **kwargs)
+    placement.calls += 1
+    result: Any = NotImplemented
+    failures = placement.failures
+    try:
+        idle = placement.patch.idle
+        if not (placement.inert or (idle is not None and idle())):
+            if placement.state is State.FAILED:
+                return None
+            call = Call(args, kwargs, placement.positions, placement.process)
+            result = placement.patch.instead(call)  # type: ignore[misc]
+    except Exception as error:
+        if not_ours(error):
+            raise
+        placement.failed(error)
+        return None
+    if result is NotImplemented:
+        return target(*args, **kwargs)
+    if placement.failures == failures:
+        placement.policy.succeeded(placement.patch.name)
+    return result

@@ -12,15 +12,15 @@ from typing import Any
 
 from slime_instrument._analysis.compare import Comparison, compare
 from slime_instrument._errors import DumpFormatError, five_parts
-from slime_instrument._format.schema import PROVENANCE
+from slime_instrument._format.pairs import FilePair, Pairing, Skipped, find_pairs, no_pairs
+from slime_instrument._format.values import plain_value
+from slime_instrument._report.answers import Answers, Judged, answer_all, judged
 from slime_instrument._report.budget import Block, Keeper
 from slime_instrument._report.charts import density, histogram
 from slime_instrument._report.page import Page, json_in_html
-from slime_instrument._report.pairing import FilePair, Skipped, find_pairs
 from slime_instrument._report.rows import COLUMNS, sample_rows
 from slime_instrument._report.text import decoder, texts
 from slime_instrument._report.tokens import TokenBlocks
-from slime_instrument._report.verdict import Verdict, judge, judge_all
 
 __all__ = ["Report", "write_report"]
 
@@ -38,7 +38,7 @@ class Report:
     path: Path
     pairs: list[FilePair]
     skipped: list[Skipped]
-    verdict: Verdict
+    verdict: Answers
     size: int
     left_out: list[str]
 
@@ -82,33 +82,31 @@ def write_report(
     say("looking for pairs of dumps")
     _refuse_overwriting(out, given)
     pairing = find_pairs(given, allow_pickle=allow_pickle)
+    skipped = list(pairing.skipped)
     page = Page()
     exact = sum(path.stat().st_size for pair in pairing.pairs for path in pair.train) <= _EXACT_UP_TO
     space = int(limit_mb * 1e6) - page.base_size
     keeper = Keeper(space)
     rollouts: list[dict[str, Any]] = []
     tables: list[str] = []
-    judged: list[tuple[str, dict[str, Any], Verdict]] = []
+    every: list[Judged] = []
     used: list[FilePair] = []
     for pair in pairing.pairs:
         say(f"comparing {pair.rollout.name}, {len(used) + 1} of {len(pairing.pairs)}")
         try:
             compared = compare(pair.rollout, _one_or_many(pair.train), allow_pickle=allow_pickle)
         except DumpFormatError as error:
-            pairing.skipped += [Skipped(file, " ".join(str(error).split())) for file in (pair.rollout, *pair.train)]
+            skipped += [Skipped(file, " ".join(str(error).split())) for file in (pair.rollout, *pair.train)]
             continue
-        verdict = judge(compared)
-        name = f"rollout {pair.rollout_id}" if pair.rollout_id is not None else pair.rollout.name
+        told = judged(compared, pair.name)
         rows = sample_rows(compared)
         _offer_blocks(keeper, compared, len(used), exact=exact)
-        rollouts.append(_shown(compared, verdict, name, len(rows)))
+        rollouts.append(_shown(compared, told, len(rows)))
         tables.append(deflated(rows))
-        record = {key: value for key, value in compared.items() if key not in ("unmatched", "warnings")}
-        judged.append((name, record, verdict))
+        every.append(told)
         used.append(pair)
     if not used:
-        reasons = "; ".join(f"{one.file}: {one.reason}" for one in pairing.skipped[:3])
-        raise DumpFormatError(f"No rollout dump and train dump belong together; no report was written. {reasons}")
+        raise no_pairs(given, Pairing((), tuple(skipped)), "No report was written.")
     # Beside the blocks: each has a tag, and the words of the tokens come last.
     space -= len(json_in_html(rollouts)) + _MARGIN
     blocks = keeper.kept(space - min(sum(map(len, tables)), int(space * _ROWS_SHARE)))
@@ -124,7 +122,7 @@ def write_report(
         texts((token for block in blocks for token in set(block.ids.tolist())), decode) if decode is not None else {}
     )
     say("writing")
-    overall = judge_all(judged)
+    overall = answer_all(every)
     size = page.write(
         out,
         overall=overall,
@@ -133,10 +131,10 @@ def write_report(
         blocks=blocks,
         words=deflated({str(token): text for token, text in words.items()}) if words else None,
         columns=COLUMNS,
-        skipped=[one.as_dict() for one in pairing.skipped],
+        skipped=[one.as_dict() for one in skipped],
         left_out=left_out,
     )
-    return Report(out, used, pairing.skipped, overall, size, left_out)
+    return Report(out, used, skipped, overall, size, left_out)
 
 
 def deflated(value: Any) -> str:
@@ -164,15 +162,15 @@ def _one_or_many(paths: tuple[Path, ...]) -> Path | list[Path]:
 
 def _offer_blocks(keeper: Keeper, compared: Comparison, rollout: int, *, exact: bool) -> None:
     """Pack every joined sample of a rollout."""
-    samples = compared["samples"]
-    by_max = _ranks([one["max_abs"] for one in samples])
-    by_mean = _ranks([one["mean_abs"] for one in samples])
+    samples = compared.samples
+    by_max = _ranks([one.max_abs for one in samples])
+    by_mean = _ranks([one.mean_abs for one in samples])
     packer = TokenBlocks(compared, exact=exact)
     for i, one in enumerate(samples):
         text, ids = packer.pack(i)
-        mean, largest = (-1.0 if one[name] is None else one[name] for name in ("mean_abs", "max_abs"))
+        mean, largest = (-1.0 if value is None else value for value in (one.mean_abs, one.max_abs))
         rank = min(by_max[i], by_mean[i])
-        keeper.offer(Block(rollout, one["position"], text, ids, rank, mean, largest))
+        keeper.offer(Block(rollout, one.position, text, ids, rank, mean, largest))
 
 
 def _ranks(values: Sequence[float | None]) -> list[int]:
@@ -183,7 +181,7 @@ def _ranks(values: Sequence[float | None]) -> list[int]:
     return ranks
 
 
-def _shown(compared: Comparison, verdict: Verdict, name: str, n_rows: int) -> dict[str, Any]:
+def _shown(compared: Comparison, told: Judged, n_rows: int) -> dict[str, Any]:
     """What the page knows of one rollout without unpacking anything."""
     names = (
         "rollout", "train", "rollout_id", "n_train", "n_rollout", "n_joined", "n_tokens", "log_probs", "abs_diff",
@@ -194,11 +192,9 @@ def _shown(compared: Comparison, verdict: Verdict, name: str, n_rows: int) -> di
     for one in compared["unmatched"]:
         if one["side"] == "rollout" or one["position"] is None:
             left_out[one["reason"]] = left_out.get(one["reason"], 0) + 1
-    shards = [shard.get(PROVENANCE) for shard in compared.train_dump.dp_shards]
-    provenance = next((one for one in shards if isinstance(one, dict)), None)
     findings = [
-        {"code": one.code, "message": one.message, "samples": one.samples[:_NAMED], "n_samples": len(one.samples)}
-        for one in compared.diagnosis
+        {"code": one.code, "message": one.message, "samples": list(one.samples[:_NAMED]), "n_samples": len(one.samples)}
+        for one in compared.findings
     ]
     warnings = [*compared["warnings"][:_NAMED]]
     if len(compared["warnings"]) > _NAMED:
@@ -206,15 +202,15 @@ def _shown(compared: Comparison, verdict: Verdict, name: str, n_rows: int) -> di
             f"and {len(compared['warnings']) - _NAMED} more; slime-instrument compare --json has all of them"
         )
     return {
-        **{key: compared[key] for key in names if key in compared},
+        **{key: compared[key] for key in names},
         "findings": findings,
         "warnings": warnings,
-        "name": name,
-        "verdict": verdict.as_dict(),
+        "name": told.name,
+        "verdict": {**told.told.as_dict(), "text": told.told.text},
         "unmatched": left_out,
         "histogram": histogram(compared.table),
         "density": density(compared.table),
-        "provenance": provenance,
+        "provenance": plain_value(compared.train_dump.provenance.record) or None,
         "n_rows": n_rows,
     }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slime_instrument._analysis.percentiles import percentiles
+from slime_instrument._analysis.statistics import percentiles
 from slime_instrument._analysis.table import TokenTable
 
 __all__ = ["density", "histogram", "round_up"]

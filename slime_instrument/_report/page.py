@@ -14,12 +14,13 @@ from typing import Any
 
 from slime_instrument import __version__
 from slime_instrument._analysis.table import KINDS
+from slime_instrument._analysis.verdict import LEVELS
+from slime_instrument._report.answers import Answers
 from slime_instrument._report.budget import Block
-from slime_instrument._report.verdict import Verdict
 
 __all__ = ["MARKS", "Page", "json_in_html"]
 
-MARKS = {"fine": "✓", "look": "!", "fault": "✕", "nothing": "?"}
+MARKS = {"ok": "✓", "unexplained": "!", "fault": "✕", "nothing-compared": "?"}
 _SCRIPTS = ("data", "charts", "table", "sample", "main")
 _SOURCE_MAP = re.compile(r"(?://|/\*)# sourceMappingURL=\S+(?:\s*\*/)?")
 
@@ -49,7 +50,7 @@ class Page:
         self,
         out: Path,
         *,
-        overall: Verdict,
+        overall: Answers,
         rollouts: Sequence[dict[str, Any]],
         tables: Sequence[str],
         blocks: Sequence[Block],
@@ -121,6 +122,5 @@ def _title(rollouts: Sequence[dict[str, Any]]) -> str:
 
 def _start(rollouts: Sequence[dict[str, Any]]) -> int:
     """The rollout that the page opens with: the worst verdict, then the largest mean difference."""
-    levels = ("nothing", "fine", "look", "fault")
-    keys = [(levels.index(one["verdict"]["level"]), one["abs_diff"]["mean"] or 0.0) for one in rollouts]
+    keys = [(LEVELS.index(one["verdict"]["level"]), one["abs_diff"]["mean"] or 0.0) for one in rollouts]
     return keys.index(max(keys)) if keys else 0

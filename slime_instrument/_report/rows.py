@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from slime_instrument._analysis.compare import Comparison
-from slime_instrument._analysis.metrics.drift import staleness_of
-from slime_instrument._format.checks.values import number, whole_number
+from slime_instrument._analysis.drift import staleness_of
+from slime_instrument._analysis.metrics import SampleMetrics
+from slime_instrument._format.values import number, whole_number
 
 __all__ = ["COLUMNS", "sample_rows"]
 
@@ -26,18 +27,18 @@ _TRAIN_ONLY = "train only: "
 def sample_rows(compared: Comparison) -> list[list[Any]]:
     """One row per sample, in rollout order; train samples that belong to no rollout sample come last."""
     found: dict[int, list[str]] = {}
-    for finding in compared.diagnosis:
+    for finding in compared.findings:
         for position in finding.samples:
             found.setdefault(position, []).append(finding.code)
     advantages = _advantages(compared)
-    staleness = staleness_of(compared.table, compared.train_dump.rollout_id)
+    staleness = staleness_of(compared.table, compared.train_dump.provenance.weight_version)
     rows = []
-    for i, (pair, measured) in enumerate(zip(compared.joined.pairs, compared["samples"], strict=True)):
+    for i, (pair, measured) in enumerate(zip(compared.joined.pairs, compared.samples, strict=True)):
         rows.append(
             {
                 **_of_rollout(compared, pair.position),
-                **{name: measured.get(name) for name in ("n_tokens", "masked", "mean_abs", "max_abs", "mean")},
-                "response_length": measured["response_length"],
+                **{name: getattr(measured, name) for name in ("n_tokens", "masked", "mean_abs", "max_abs", "mean")},
+                "response_length": measured.response_length,
                 "index": pair.index,
                 "advantage": advantages[i],
                 "staleness": staleness[i],
@@ -57,15 +58,15 @@ def sample_rows(compared: Comparison) -> list[list[Any]]:
     return [[_plain(row.get(name)) for name in COLUMNS] for row in rows]
 
 
-def _why_empty(measured: dict[str, Any]) -> str | None:
+def _why_empty(measured: SampleMetrics) -> str | None:
     """Why a joined sample has no comparable token; None if it has one."""
-    if measured["removed"]:
+    if measured.removed:
         return "removed"
-    if measured["n_tokens"]:
+    if measured.n_tokens:
         return None
-    if not measured["response_length"]:
+    if not measured.response_length:
         return "no-response"
-    return "masked" if measured["masked"] == measured["response_length"] else "no-log-probs"
+    return "masked" if measured.masked == measured.response_length else "no-log-probs"
 
 
 def _of_rollout(compared: Comparison, position: int) -> dict[str, Any]:

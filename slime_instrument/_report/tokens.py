@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from slime_instrument._analysis.arrays import integers
 from slime_instrument._analysis.compare import Comparison
 from slime_instrument._dump.zigzag import owned
-from slime_instrument._format.checks.values import whole_number
-from slime_instrument._format.schema import PROVENANCE
+from slime_instrument._format.dumps import Provenance
+from slime_instrument._format.values import integers, whole_number
 
 __all__ = ["LONGEST", "TokenBlocks"]
 
@@ -110,8 +109,7 @@ class TokenBlocks:
 def _context_parallel_sizes(compared: Comparison) -> dict[int | None, int]:
     sizes: dict[int | None, int] = {}
     for shard in compared.train_dump.dp_shards:
-        provenance = shard.get(PROVENANCE)
-        size = whole_number(provenance.get("context_parallel")) if isinstance(provenance, dict) else None
+        size = Provenance.of(shard).context_parallel
         if size is not None:
             sizes[whole_number(shard.get("data_parallel_rank"))] = size
     return sizes

@@ -29,7 +29,7 @@ def view_dumps(
     given: Sequence[Path], *, rollout: int | None = None, tokenizer: Path | None = None, allow_pickle: bool = False
 ) -> None:
     """Open the viewer on dumps and return when the user leaves it. Errors as of the readers, before it opens."""
-    train, source = choose_files(given, rollout)
+    train, source = choose_files(given, rollout, allow_pickle=allow_pickle)
     decode = None
     if tokenizer is not None:
         from slime_instrument._report.text import decoder

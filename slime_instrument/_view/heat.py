@@ -12,8 +12,8 @@ import torch
 from rich.style import Style
 from rich.text import Text
 
-from slime_instrument._analysis.arrays import integers
 from slime_instrument._analysis.table import KINDS, TokenTable
+from slime_instrument._format.values import integers
 
 __all__ = ["MODES", "PAGE", "Tokens", "printable"]
 

@@ -6,22 +6,18 @@ The rollout dump, which may take minutes to read, adds rewards, status and text 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime_instrument._analysis.join import Pair
-from slime_instrument._analysis.table import TokenTable
-from slime_instrument._analysis.tabulate import tabulate
+from slime_instrument._analysis.table import TokenTable, tabulate
+from slime_instrument._analysis.verdict import Verdict
 from slime_instrument._errors import DumpFormatError, five_parts
-from slime_instrument._format.checks.values import number, whole_number
-from slime_instrument._format.containers import examine, looks_like_train_dump
-from slime_instrument._format.reader import read_rollout_dump, read_train_dump
-from slime_instrument._format.records import TrainDump
-
-__all__ = ["Row", "Source", "choose_files"]
+from slime_instrument._format.dumps import TrainDump, read_rollout_dump, read_train_dump
+from slime_instrument._format.join import Pair
+from slime_instrument._format.pairs import find_pairs
+from slime_instrument._format.values import number, whole_number
 
 
 @dataclass
@@ -67,6 +63,7 @@ class Source:
                 )
             )
         self.dump: TrainDump = dump
+        self.verdict: Verdict | None = None
         self.texts: dict[int, dict[str, Any]] = {}
         rewards = dump.whole_batch.get("raw_reward")
         self.rows = [_row(place, sample, rewards) for place, sample in enumerate(dump.samples)]
@@ -105,43 +102,38 @@ class Source:
             row.reward = number(reward) if not isinstance(reward, dict) else row.reward
             row.status = None if status is None else str(getattr(status, "value", status))
             self.texts[row.place] = sample
-        for finding in compared.diagnosis:
+        for finding in compared.findings:
             for position in finding.samples:
                 if position in by_position:
                     by_position[position].findings.append(finding.code)
-        return [f"{one.code}: {one.message}" for one in compared.diagnosis]
+        self.verdict = compared.verdict
+        return [f"verdict: {compared.verdict.text}", *(f"{one.code}: {one.message}" for one in compared.findings)]
 
 
-def choose_files(given: Sequence[Path], rollout: int | None) -> tuple[Path, Path | None]:
-    """The train dump and the rollout dump to look at: of a ``--dump-details`` folder, or of files.
+def choose_files(given: Sequence[Path], rollout: int | None, *, allow_pickle: bool = False) -> tuple[Path, Path | None]:
+    """The train dump and, where there is one, the rollout dump to look at.
 
     Args:
-        given: one folder, one train dump, or a train dump and a rollout dump in any order.
+        given: folders, a train dump, or a train dump and a rollout dump, in any order.
         rollout: which rollout of a folder; None is the last one.
+        allow_pickle: read rollout dumps with objects of arbitrary classes; this can run code from them.
 
     Raises:
         DumpFormatError: there is no train dump among them, or not that rollout's.
         OSError: a file is missing.
     """
-    if len(given) == 1 and given[0].is_dir():
-        trains, sources = _numbered(given[0] / "train_data"), _numbered(given[0] / "rollout_data")
-        wanted = max(trains, default=None) if rollout is None else rollout
-        if wanted is None or wanted not in trains:
-            raise _nothing(given[0], f"a train dump of rollout {wanted}" if wanted is not None else "train_data/*.pt")
-        return trains[wanted], sources.get(wanted)
-    trained = [path for path in given if looks_like_train_dump(examine(path))]
-    others = [path for path in given if path not in trained]
-    if len(trained) != 1 or len(others) > 1:
-        raise _nothing(given[0], "one train dump, with its rollout dump or alone")
-    return trained[0], others[0] if others else None
-
-
-def _numbered(folder: Path) -> dict[int, Path]:
-    """Dumps by the rollout in their name: ``7.pt``; not ``eval_7.pt``."""
-    if not folder.is_dir():
-        return {}
-    found = ((re.fullmatch(r"(\d+)(?:_\d+)?", path.stem), path) for path in sorted(folder.glob("*.pt"), reverse=True))
-    return {int(match[1]): path for match, path in found if match is not None}
+    pairing = find_pairs(given, allow_pickle=allow_pickle)
+    found: list[tuple[int | None, Path, Path | None]] = [
+        (one.rollout_id, one.train[0], one.rollout) for one in pairing.pairs
+    ]
+    lone = [one.lone for one in pairing.skipped if one.lone is not None]
+    found += [(one.rollout_id, one.path, None) for one in lone if one.kind.startswith("train")]
+    if rollout is not None:
+        found = [one for one in found if one[0] == rollout]
+    if not found:
+        raise _nothing(given[0], f"a train dump of rollout {rollout}" if rollout is not None else "a train dump")
+    _, train, source = max(found, key=lambda one: -1 if one[0] is None else one[0])
+    return train, source
 
 
 def _nothing(where: Path, expected: str) -> DumpFormatError:

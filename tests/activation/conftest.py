@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -162,7 +161,9 @@ def new_environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], In
         base = Path(sys.base_prefix, "bin", Path(sys.executable).name)
         subprocess.run([str(base), "-m", "venv", "--without-pip", str(folder)], check=True, timeout=120)
         python = folder / "bin" / "python"
-        (site_packages(python) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        # Every one of them: an environment may find packages of another one.
+        places = [entry for entry in sys.path if Path(entry).name == "site-packages"]
+        (site_packages(python) / "dependencies.pth").write_text("\n".join(places) + "\n")
         return Interpreter(python)
 
     return make

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from slime_instrument._activation.check import check
-from slime_instrument.lab.sources import MINIATURE
+from slime_instrument.lab._sources import MINIATURE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = "from slime_instrument._cli.app import main; main()"

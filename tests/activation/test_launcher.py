@@ -108,9 +108,9 @@ def test_a_bad_setting_is_refused_before_anything_starts(monkeypatch: pytest.Mon
 
 
 def test_the_announcement_names_every_declared_patch() -> None:
-    from slime_instrument._hooks import declared
+    from slime_instrument._hooks import HOOKS
 
     line = launcher.announcement(["python", "my train.py"])
     assert "`python 'my train.py'`" in line
     assert "\n" not in line
-    assert all(patch.name in line for patch in declared())
+    assert all(patch.name in line for patch in HOOKS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime_instrument._hooks import declared
+from slime_instrument._hooks import HOOKS
 
 # What each step does to a process. ``alias`` is a plug-in of the user's that binds names with ``from x import y``.
 STEPS = {
@@ -37,11 +37,11 @@ PROGRAM = """
 import json, os, sys, types
 os.environ["SLIME_INSTRUMENT"] = "0"   # only the steps below arm
 import slime_instrument as si
-from slime_instrument._hooks import declared
+from slime_instrument._hooks import HOOKS
 
 def places():
     found = {}
-    for patch in declared():
+    for patch in HOOKS:
         for target in patch.targets:
             module = sys.modules.get(target.module)
             owner = module
@@ -100,7 +100,7 @@ def go():
     return policy_loss_function({}, {}, 3, None)
 """
 # Positions in the v0.2.0 seam and native duties aside, the fake slime has every target.
-NAMES = [patch.name for patch in declared()]
+NAMES = [patch.name for patch in HOOKS]
 
 
 @pytest.fixture(scope="module")

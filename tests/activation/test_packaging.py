@@ -16,7 +16,7 @@ import pytest
 
 from .conftest import ROOT, pip, site_packages
 
-ROUTE = "from slime_instrument._activation.waiting import route; answer = route()"
+ROUTE = "from slime_instrument._waiting import route; answer = route()"
 AT_THE_ROOT = ("slime_instrument.pth", "slime_instrument.start", "_slime_instrument_start.py")
 
 
@@ -94,7 +94,7 @@ def test_an_editable_install_arms_too_and_is_removed_whole(
     ]
     off = interpreter.run("-X", "importtime", "-c", "pass").stderr
     assert "slime" not in off
-    (checkout / "slime_instrument" / "activation" / "boot.py").unlink()
+    (checkout / "slime_instrument" / "_activation" / "boot.py").unlink()
     assert interpreter.run("-c", "pass", SLIME_INSTRUMENT="1").stderr == "", "a checkout that is half there is silent"
     pip("--python", interpreter.python, "uninstall", "--quiet", "--yes", "slime-instrument")
     assert everything(interpreter) == before
@@ -104,7 +104,7 @@ def test_the_start_file_is_found_where_it_is_installed_and_missed_where_it_is_no
     installed: Any, uninstalled: Any
 ) -> None:
     code = """
-        from slime_instrument._activation.installation import advice, startup_file
+        from slime_instrument._installation import advice, startup_file
         answer = [str(startup_file()), advice()]
     """
     assert installed.answer(code) == [str(site_packages(installed.python) / "slime_instrument.pth"), None]

@@ -5,17 +5,27 @@ On the miniature, and on real slime's own ``RayTrainGroup`` where a checkout is 
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import json
-from collections.abc import Callable
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from slime_instrument._format.validate import validate_files
+from slime_instrument._validate import validate_files
 from slime_instrument.lab import LabOptions, find_sources, train
+from slime_instrument.lab._sources import MINIATURE
 
 CHECKOUT = "681b3adca~1"
 JOB = Path(__file__).parent / "ray_lab" / "job.py"
@@ -25,16 +35,67 @@ CARRIED = "carried to the train actors by an armed driver"
 PER_RANK = "{rollout_id}_{rank}.pt"
 LOCAL = "SLIME_INSTRUMENT in the environment (.pth)"
 
-pytestmark = [
-    pytest.mark.lab,
-    pytest.mark.skipif(
-        importlib.util.find_spec("ray") is None or importlib.util.find_spec("megatron") is None,
-        reason="ray or megatron-core is not installed: pip install 'slime-instrument[lab]'",
-    ),
-]
+pytestmark = [pytest.mark.lab, pytest.mark.ray]
+full = pytest.mark.full
 
 
-@pytest.fixture(scope="module", params=["miniature", pytest.param("slime", marks=pytest.mark.real_slime)])
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    address: str
+    dashboard: str
+    token: dict[str, str]
+    """Variables of a client: a token that nobody else knows, whatever the user's Ray has set up."""
+
+
+@pytest.fixture(scope="module")
+def cluster(installed: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One Ray for all tests of this file, started as for slime: a head node, before any driver and without a setting
+    of ours in its environment. Ended by its process group."""
+    port, dashboard = free_ports(2)
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    # Ray's sockets live below this folder, and their paths must be short.
+    folder = Path(tempfile.mkdtemp(prefix="si-", dir="/tmp"))
+    log = tmp_path_factory.mktemp("ray") / "head.log"
+    with open(log, "wb") as output:
+        head = subprocess.Popen(
+            [
+                installed.python, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}",
+                f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1", "--node-ip-address=127.0.0.1",
+                "--num-cpus=4", "--num-gpus=2", "--disable-usage-stats", f"--temp-dir={folder}",
+            ],
+            env=installed.environment([], **token), stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 180
+        while not reachable(dashboard):
+            assert head.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        yield Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", token)
+    finally:
+        head.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            head.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(head.pid, signal.SIGKILL)
+        head.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def reachable(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture(scope="module", params=["miniature", pytest.param("slime", marks=[pytest.mark.real_slime, full])])
 def slime(request: pytest.FixtureRequest) -> Path | None:
     if request.param == "miniature":
         return None
@@ -45,16 +106,19 @@ def slime(request: pytest.FixtureRequest) -> Path | None:
 
 
 @pytest.fixture
-def job(installed: Any, slime: Path | None, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Run one Ray job in the environment with the wheel; ``driver`` is SLIME_INSTRUMENT of the driver's process."""
+def job(installed: Any, slime: Path | None, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Run one Ray job in the environment with the wheel; ``driver`` is SLIME_INSTRUMENT of the driver's process.
+    With another ``interpreter``, which the cluster's workers do not have, Ray is started for this job alone."""
 
-    def run(
-        driver: str | None = None, interpreter: Any = installed, path: list[Path] | None = None, **options: Any
-    ) -> dict[str, Any]:
+    def run(driver: str | None = None, interpreter: Any = installed, **options: Any) -> dict[str, Any]:
         variables = {} if driver is None else {"SLIME_INSTRUMENT": driver}
+        if interpreter is installed:
+            cluster: Cluster = request.getfixturevalue("cluster")
+            variables.update(cluster.token)
+            options["address"] = cluster.address
         settings = options.pop("settings", {})
         asked = {"out": str(tmp_path / "job"), "slime": slime and str(slime), **options}
-        done = interpreter.run(JOB, json.dumps(asked), path=path, **variables, **settings)
+        done = interpreter.run(JOB, json.dumps(asked), **variables, **settings)
         return dict(json.loads(done.stdout.splitlines()[-1]))
 
     return run
@@ -128,6 +192,7 @@ def test_driver_only_by_import_arms_the_train_actors(
     assert route == f"import slime_instrument, {CARRIED}"
 
 
+@full
 def test_workers_only_by_the_jobs_runtime_env(
     job: Callable[..., Any], expected: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -139,6 +204,7 @@ def test_workers_only_by_the_jobs_runtime_env(
     assert assert_one_correct_dump(tmp_path, answer, expected(cp=2)) == LOCAL
 
 
+@full
 def test_driver_and_workers_both_armed(job: Callable[..., Any], expected: Callable[..., Any], tmp_path: Path) -> None:
     """The known trap: Ray re-closes over the driver's wrapped methods and must not ship the originals."""
     answer = job(cp=2, driver="1", job_env={"SLIME_INSTRUMENT": "1"})
@@ -153,6 +219,7 @@ def test_driver_and_workers_both_armed(job: Callable[..., Any], expected: Callab
     assert assert_one_correct_dump(tmp_path, answer, expected(cp=2)) == f"{LOCAL}, {CARRIED}"
 
 
+@full
 def test_the_users_zero_in_train_env_vars_wins_over_an_armed_driver(
     job: Callable[..., Any], slime: Path | None
 ) -> None:
@@ -177,6 +244,7 @@ def test_one_rank_off_that_holds_a_part_is_noticed_without_waiting_and_logged_on
     assert torch.load(tmp_path / "job" / "train_data" / "0_1.pt", weights_only=True)["rank"] == 1
 
 
+@full
 def test_one_rank_off_that_holds_no_part_changes_nothing(
     job: Callable[..., Any], expected: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -191,6 +259,7 @@ def test_one_rank_off_that_holds_no_part_changes_nothing(
     assert set(alone) == {"rollout_id", "rank", "rollout_data"}, "slime's own dump, of the rank that is left alone"
 
 
+@full
 def test_the_setup_hook_arms_workers_that_can_only_import_the_package(
     job: Callable[..., Any], uninstalled: Any, expected: Callable[..., Any], tmp_path: Path, slime: Path | None
 ) -> None:
@@ -202,3 +271,34 @@ def test_the_setup_hook_arms_workers_that_can_only_import_the_package(
     for worker in answer["workers"]:
         assert_calls_counted(worker)
     assert assert_one_correct_dump(tmp_path, answer, expected(cp=2)) == "worker_process_setup_hook"
+
+
+def test_one_variable_in_the_runtime_env_of_ray_job_submit_is_enough(
+    cluster: Cluster, installed: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "logs").mkdir()
+    stubs = MINIATURE.parent / "stubs"
+    runtime_env = {
+        "env_vars": {
+            "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "LAB_LOGS": str(tmp_path / "logs"), "LAB_STUBS": str(stubs), "LAB_REAL": "",
+            "PYTHONPATH": os.pathsep.join(map(str, [JOB.parent / "worker_site", MINIATURE, stubs])),
+            "SLIME_INSTRUMENT": "1",
+        }
+    }  # fmt: skip
+    options = json.dumps({"out": str(tmp_path), "cp": 2, "submitted": True})
+    done = installed.run(
+        "-m", "ray.scripts.scripts", "job", "submit", f"--address={cluster.dashboard}",
+        f"--runtime-env-json={json.dumps(runtime_env)}", "--", installed.python, JOB, options,
+        **cluster.token,
+    )  # fmt: skip
+    answer = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"workers"')))
+    assert answer["driver_armed"] is True
+    for worker in answer["workers"]:
+        assert worker["armed"] is True
+        assert worker["route"].startswith("SLIME_INSTRUMENT in the environment (.pth)")
+        assert worker["patches"]["train-actor"][:2] == ["ACTIVE", 1]
+    assert answer["train_dumps"] == ["0.pt"]
+    dump = tmp_path / "train_data" / "0.pt"
+    assert validate_files([dump]).valid
+    assert len(torch.load(dump, weights_only=True)["samples"]) == 8

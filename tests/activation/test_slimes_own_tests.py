@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ CHECKOUT = "681b3adca~1"
 STUBS = Path(__file__).resolve().parents[2] / "slime_instrument" / "lab" / "stubs"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 def test_slimes_own_tests_have_the_same_outcomes_armed_and_off(installed: Any, tmp_path: Path) -> None:
     source = next((source for source in find_sources() if source.name == CHECKOUT), None)
     if source is None:

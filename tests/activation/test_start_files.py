@@ -15,7 +15,7 @@ import pytest
 
 SHOW = """
     import sys
-    from slime_instrument._activation.waiting import route
+    from slime_instrument._waiting import route
     answer = {"route": route(), "heavy": sorted({"torch", "wrapt", "slime"} & set(sys.modules))}
 """
 OFF_VALUES = ["0", "off", "False", "no", "", "  "]
@@ -93,7 +93,7 @@ def test_the_start_entry_arms_as_python_3_15_would_call_it(installed: Any) -> No
     code = f"""
         import pkgutil
         pkgutil.resolve_name({entry!r})()
-        from slime_instrument._activation.waiting import route
+        from slime_instrument._waiting import route
         answer = route()
     """
     # The .pth is taken away: a Python that knows .start files ignores its import line.
@@ -113,13 +113,13 @@ def test_both_start_files_in_one_process_arm_once(installed: Any) -> None:
         from _slime_instrument_start import start
         start()
         start()
-        from slime_instrument._activation.waiting import route
+        from slime_instrument._waiting import route
         answer = [route(), sum(type(finder).__name__ == "SlimeWatch" for finder in sys.meta_path)]
     """
     assert installed.answer(code, SLIME_INSTRUMENT="1") == ["SLIME_INSTRUMENT in the environment (.pth)", 1]
 
 
-@pytest.mark.parametrize("damage", ["activation", "errors.py", "package", "helper", "syntax"])
+@pytest.mark.parametrize("damage", ["_activation", "__init__.py", "package", "helper", "syntax"])
 def test_a_half_removed_install_starts_silently(
     new_environment: Callable[[], Any], installed: Any, damage: str
 ) -> None:
@@ -129,16 +129,16 @@ def test_a_half_removed_install_starts_silently(
         source = site_packages(installed) / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, target / name)
     assert broken.answer(SHOW, SLIME_INSTRUMENT="1")["route"] is not None, "whole, it arms"
-    if damage == "activation":
-        shutil.rmtree(target / "slime_instrument" / "activation")
-    elif damage == "errors.py":
+    if damage == "_activation":
+        shutil.rmtree(target / "slime_instrument" / "_activation")
+    elif damage == "__init__.py":
         (target / "slime_instrument" / "__init__.py").unlink()
     elif damage == "package":
         shutil.rmtree(target / "slime_instrument")
     elif damage == "helper":
         (target / "_slime_instrument_start.py").unlink()
     else:
-        (target / "slime_instrument" / "activation" / "boot.py").write_text("def boot(:\n")
+        (target / "slime_instrument" / "_activation" / "boot.py").write_text("def boot(:\n")
     done = broken.run("-c", "print('user code ran')", SLIME_INSTRUMENT="1")
     assert (done.stdout, done.stderr) == ("user code ran\n", "")
 
@@ -163,7 +163,7 @@ def test_a_missing_dependency_is_logged_when_slime_is_imported_and_slime_still_w
 
 
 def test_the_path_file_has_one_line_and_only_asks_the_environment_first() -> None:
-    folder = Path(__file__).resolve().parents[2] / "slime_instrument" / "activation"
+    folder = Path(__file__).resolve().parents[2] / "slime_instrument" / "_activation"
     (line,) = (folder / "slime_instrument.pth").read_text().splitlines()
     assert line.startswith("import os; ")
     assert line.index("SLIME_INSTRUMENT") < line.index("_slime_instrument_start")
@@ -174,6 +174,7 @@ def test_the_path_file_has_one_line_and_only_asks_the_environment_first() -> Non
     assert function == "start"
 
 
+@pytest.mark.alone
 def test_start_up_costs_less_than_15_ms_armed_and_nothing_measurable_off(installed: Any) -> None:
     """Interleaved runs, so that a busy machine disturbs all alike; medians of the differences."""
 

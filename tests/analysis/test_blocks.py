@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,10 @@ from hypothesis import strategies as st
 
 from slime_instrument._analysis import blocks
 from slime_instrument._analysis.compare import compare
-from slime_instrument._analysis.join import Pair
-from slime_instrument._analysis.metrics import Limits, measure
-from slime_instrument._analysis.metrics.drift import turns
-from slime_instrument._analysis.metrics.samples import per_sample, worst_tokens
-from slime_instrument._analysis.table import TokenTable
-from slime_instrument._analysis.tabulate import tabulate
+from slime_instrument._analysis.drift import turns
+from slime_instrument._analysis.metrics import measure, per_sample, worst_tokens
+from slime_instrument._analysis.table import TokenTable, tabulate
+from slime_instrument._format.join import Pair
 from tests.analysis import seeded
 
 VALUES = st.sampled_from([-0.1, -0.5, -3.0, -12.0, -700.0, 0.0, math.nan, -math.inf])
@@ -56,14 +55,14 @@ def same(one: Any, other: Any) -> None:
 @settings(deadline=None, max_examples=200)
 @given(table=tables(), size=st.sampled_from([1, 2, 5, 11]))
 def test_metrics_do_not_depend_on_the_blocks(table: TokenTable, size: int) -> None:
-    whole = [measure(table, 3, Limits()), per_sample(table), worst_tokens(table)]
+    whole: list[Any] = [measure(table).as_dict(), [asdict(one) for one in per_sample(table)], worst_tokens(table)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "BLOCK_TOKENS", size)
         again = tabulate(table.pairs)
         assert sum(1 for _ in again.blocks()) >= math.ceil(len(again.mask) / max(size, 9))
-        parts = [measure(again, 3, Limits()), per_sample(again), worst_tokens(again)]
+        parts: list[Any] = [measure(again).as_dict(), [asdict(one) for one in per_sample(again)], worst_tokens(again)]
     same(whole[:2], parts[:2])
-    same([one["abs_diff"] for one in whole[2]], [one["abs_diff"] for one in parts[2]])
+    same([one.abs_diff for one in whole[2]], [one.abs_diff for one in parts[2]])
 
 
 @settings(deadline=None, max_examples=100)
@@ -76,7 +75,7 @@ def test_deciles_are_those_of_each_token(table: TokenTable) -> None:
             if bool(table.comparable[span][k]):
                 difference = float(table.train[span][k].double() - table.rollout[span][k])
                 expected.setdefault(k * 10 // int(table.lengths[i]), []).append(difference)
-    rows = measure(table, None, Limits())["drift"]["decile"]
+    rows = measure(table).as_dict()["drift"]["decile"]
     assert {row["decile"]: row["n_tokens"] for row in rows} == {k: len(v) for k, v in expected.items()}
     for row in rows:
         values = expected[row["decile"]]
@@ -113,7 +112,7 @@ def test_compact_lists_measure_as_lists_do(tmp_path: Path) -> None:
     torch.save(case.rollout, tmp_path / "rollout.pt")
     torch.save(case.train, tmp_path / "7.pt")
     found = compare(tmp_path / "rollout.pt", tmp_path / "7.pt")
-    assert type(found.rollout_dump.samples[0]["tokens"]).__name__ == "array"
+    assert type(found.rollout_dump.samples[0]["tokens"]).__name__ == "Tensor"
     expected = compare(*case.records())
     ours = {key: value for key, value in found.items() if key not in ("rollout", "train")}
     same(ours, {key: value for key, value in expected.items() if key not in ("rollout", "train")})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ import torch
 
 from slime_instrument._analysis.compare import Comparison, compare
 from slime_instrument._errors import DumpFormatError
-from slime_instrument._format.reader import rollout_dump_of, train_dump_of
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "files"))
-import builders
+from slime_instrument._format.dumps import rollout_dump_of, train_dump_of
+from tests.format import builders
 
 
 def pair(
@@ -57,7 +54,7 @@ def test_a_sample_that_is_all_masked_leaves_no_nan() -> None:  # case 9
     assert found["samples"][0]["n_tokens"] == 0
     assert found["samples"][0]["mean_abs"] is None
     assert found["findings"] == []
-    json.dumps(found, allow_nan=False)
+    json.dumps(found.as_dict(), allow_nan=False)
 
 
 def test_values_that_are_no_numbers_are_counted_by_kind() -> None:  # case 10
@@ -68,7 +65,7 @@ def test_values_that_are_no_numbers_are_counted_by_kind() -> None:  # case 10
     assert found["abs_diff"]["mean"] == pytest.approx(0.5)
     assert found["excluded"] == {"masked": 0, "missing": 1, "nan": 1, "inf": 1, "filler": 1, "removed": 0}
     assert [finding["code"] for finding in found["findings"]] == ["non-finite"]
-    json.dumps(found, allow_nan=False)
+    json.dumps(found.as_dict(), allow_nan=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -110,7 +107,7 @@ def test_a_response_of_no_tokens_is_joined_and_harmless() -> None:  # case 2
     found = compared(builders.rollout(payload), payload)
     assert (found["n_joined"], found["n_tokens"]) == (3, 5)
     assert found["samples"][1]["mean_abs"] is None
-    json.dumps(found, allow_nan=False)
+    json.dumps(found.as_dict(), allow_nan=False)
 
 
 def test_every_metric_follows_its_definition() -> None:
@@ -184,13 +181,21 @@ def test_turns_do_not_run_on_from_one_sample_into_the_next() -> None:
     assert [(row["turn"], row["n_tokens"]) for row in found["drift"]["turn"]] == [(0, 6)]
 
 
-def test_staleness_is_the_rollout_less_its_oldest_weights() -> None:
-    payload = builders.v2()
+def ages(dump: dict[str, Any], payload: dict[str, Any]) -> list[tuple[int, int]]:
+    return [(row["staleness"], row["n_tokens"]) for row in compared(dump, payload)["drift"]["staleness"]]
+
+
+@pytest.mark.parametrize("rollout_id", [0, 7, 200])
+def test_staleness_counts_updates_back_from_the_newest_weights_that_are_known(rollout_id: int) -> None:
+    payload = builders.v2(provenance=True)
+    payload["rollout_id"] = rollout_id
     dump = builders.rollout(payload)
-    for sample, versions in zip(dump["samples"], (["7"], ["5", "7"], [], None), strict=True):
+    for sample, versions in zip(dump["samples"], (["3"], ["1", "3"], [], None), strict=True):
         sample["weight_versions"] = versions
-    rows = compared(dump, payload)["drift"]["staleness"]
-    assert [(row["staleness"], row["n_tokens"]) for row in rows] == [(0, 3), (2, 3)]
+    assert ages(dump, payload) == [(0, 3), (2, 3)]
+    for shard in payload["dp_shards"]:
+        shard["provenance"]["weight_version"] = 4
+    assert ages(dump, payload) == [(1, 3), (3, 3)]
 
 
 def test_the_worst_tokens_say_where_they_are() -> None:
@@ -205,13 +210,15 @@ def test_an_evaluation_is_never_compared_with_training() -> None:
         compare(rollout_dump_of(Path("eval_7.pt"), builders.rollout(payload)), train_dump_of(Path("7.pt"), payload))
 
 
-def test_the_record_is_a_dict_whose_keys_are_attributes() -> None:
+def test_the_record_is_what_the_attributes_say() -> None:
     payload = builders.v2()
     found = compared(builders.rollout(payload), payload)
-    assert json.loads(json.dumps(found)) == found.as_dict()
+    assert json.loads(json.dumps(found.as_dict())) == found.as_dict()
     assert found.n_joined == found["n_joined"] == 4
-    with pytest.raises(AttributeError):
-        _ = found.no_such_metric
+    assert found.metrics.abs_diff.mean == found["abs_diff"]["mean"]
+    assert [one.position for one in found.samples] == [one["position"] for one in found["samples"]]
+    with pytest.raises(KeyError):
+        _ = found["no_such_metric"]
 
 
 def test_any_train_field_can_be_held_against_the_rollout() -> None:
@@ -234,7 +241,7 @@ def test_log_probs_that_are_no_log_probs_leave_strict_json(far: float, sign: int
     assert found["abs_diff"]["max"] == pytest.approx(far, rel=1e-2)
     if sign > 0:
         assert found["prob_diff"] == dict.fromkeys(("mean", "max", "std", "pearson"))
-    json.dumps(found, allow_nan=False)
+    json.dumps(found.as_dict(), allow_nan=False)
 
 
 def test_one_constant_far_above_is_named_without_a_surviving_mass() -> None:
@@ -259,4 +266,4 @@ def test_weight_versions_that_are_no_numbers_are_not_known(odd: Any) -> None:
     dump, payload = pair([-1.0, -2.0], torch.tensor([-1.5, -2.5]), weight_versions=[odd])
     assert compared(dump, payload)["drift"]["staleness"] == []
     dump["samples"][0]["weight_versions"] = [odd, "3"]
-    assert [one["staleness"] for one in compared(dump, payload)["drift"]["staleness"]] == [4]
+    assert [one["staleness"] for one in compared(dump, payload)["drift"]["staleness"]] == [0]

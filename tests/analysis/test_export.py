@@ -13,9 +13,7 @@ import torch
 
 from slime_instrument._analysis.export import SCHEMA_VERSION, Level, columns, export, rows
 from slime_instrument._errors import DumpError, DumpFormatError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "files"))
-import builders
+from tests.format import builders
 
 pl = pytest.importorskip("polars")
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from slime_instrument._analysis.compare import Comparison, compare
-from slime_instrument._format.reader import rollout_dump_of, train_dump_of
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "files"))
-import builders
+from slime_instrument._format.dumps import rollout_dump_of, train_dump_of
+from tests.format import builders
 
 
 def compared(dump: dict[str, Any], payload: dict[str, Any]) -> Comparison:

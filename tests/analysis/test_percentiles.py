@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_instrument._analysis.percentiles import percentiles
+from slime_instrument._analysis.statistics import percentiles
 
 FRACTIONS = (0.99, 0.0, 0.5, 0.95, 1.0, 0.5)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime_instrument._dump.zigzag import shard_lengths
-from slime_instrument.lab.sources import find_sources
+from slime_instrument.lab._sources import find_sources
 
 Run = Callable[..., Any]
 SMALL = ("--repeats", "1", "--own-rendering")
@@ -41,13 +41,22 @@ def test_slimes_way_takes_a_collective_per_sample_and_field(small: Any) -> None:
     assert small["collectives_baseline"] == 6 * 3 + 1  # and one gather
 
 
-def test_a_sender_needs_a_manifest_and_one_message_whatever_the_samples_and_fields(run_json: Run, small: Any) -> None:
-    assert small["collectives_by_rank"] == [6, 2, 2, 2]
+def test_ours_uses_no_collective_and_one_connection_whatever_the_samples_and_fields(run_json: Run, small: Any) -> None:
     larger = run_json("dump_cost", *case(2, 2, 24, 40, 8), *SMALL)
-    assert larger["collectives_by_rank"] == small["collectives_by_rank"]
+    for outcome in (small, larger):
+        assert outcome["collectives_by_rank"] == [0, 0, 0, 0]
+        assert outcome["connections_by_rank"] == [0, 1, 1, 1]
 
 
-def test_messages_grow_with_bytes_over_bucket_and_each_byte_is_sent_once(run_json: Run) -> None:
+def test_pieces_grow_with_fields_and_dtypes_and_not_with_samples(run_json: Run, small: Any) -> None:
+    more_samples = run_json("dump_cost", *case(2, 2, 24, 40, 3), *SMALL)
+    assert more_samples["pieces_by_rank"] == small["pieces_by_rank"]
+    # The description and one for each field; the rank with everything of its data-parallel rank also the common ones.
+    assert small["pieces_by_rank"][0] == 0
+    assert small["pieces_by_rank"][1] == small["pieces_by_rank"][3] == 1 + 3
+
+
+def test_pieces_grow_with_bytes_over_bucket_and_each_byte_is_sent_once(run_json: Run) -> None:
     samples, response, fields, bucket = 10, 50, 4, 1024
     outcome = run_json(
         "dump_cost", *case(2, 1, samples, response, fields), *SMALL, SLIME_INSTRUMENT_BUCKET_MB=str(bucket / (1 << 20))
@@ -55,10 +64,11 @@ def test_messages_grow_with_bytes_over_bucket_and_each_byte_is_sent_once(run_jso
     responses = [response - sample % 5 for sample in range(samples)]
     totals = [length + 64 + sample % 7 for sample, length in enumerate(responses)]
     shard = 4 * fields * sum(shard_lengths(totals, responses, 2, 1))
-    assert outcome["collectives_by_rank"][1] == 1 + ceil(shard / bucket)
+    # Pieces are cut at samples where they can be, so that a bucket need not be full.
+    assert 1 + ceil(shard / bucket) <= outcome["pieces_by_rank"][1] <= 1 + 2 * ceil(shard / bucket) + fields
     assert outcome["bytes_sent_by_rank"][0] == 0
     manifest = outcome["bytes_sent_by_rank"][1] - shard
-    assert 0 < manifest < 2000
+    assert 0 < manifest < 3000
     assert outcome["bit_identical"] is True
 
 

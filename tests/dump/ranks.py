@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from slime_instrument._dump.restore import Part, Shard, restore
-from slime_instrument._dump.shard import Contribution, contribute
-from slime_instrument._dump.topology import Topology
-from slime_instrument._dump.zigzag import owned
+from slime_instrument._dump.contribute import Contribution, Topology, contribute
+from slime_instrument._dump.exchange import put_together
+from slime_instrument._dump.payload import build_payload
+from slime_instrument._dump.zigzag import Restoring, owned
 
 
 def topology(cp: int = 1, cp_rank: int = 0, dp: int = 1, dp_rank: int = 0) -> Topology:
@@ -35,26 +35,36 @@ def cut(full: torch.Tensor, total: int, cp: int, rank: int, padded: int | None =
     return torch.cat([full[front.start : front.stop], full[back.start : back.stop]])
 
 
-def sharded(data: dict[str, Any], cp: int, rank: int, fields: Sequence[str]) -> dict[str, Any]:
+def sharded(
+    data: dict[str, Any], cp: int, rank: int, fields: Sequence[str], padded: Sequence[int] | None = None
+) -> dict[str, Any]:
     """``data`` as a context-parallel rank has it."""
+    paddings = padded if padded is not None else [None] * len(data["total_lengths"])
     return {
-        key: [cut(value, total, cp, rank) for value, total in zip(values, data["total_lengths"], strict=True)]
+        key: [
+            cut(value, total, cp, rank, pad)
+            for value, total, pad in zip(values, data["total_lengths"], paddings, strict=True)
+        ]
         if key in fields
         else values
         for key, values in data.items()
     }
 
 
-def part(contribution: Contribution) -> Part:
-    return Part(contribution.manifest, contribution.packer.flats())
-
-
-def gathered(shards: Sequence[Sequence[dict[str, Any]]], fields: Sequence[str], **more: Any) -> list[Shard]:
-    """``shards[dp_rank][cp_rank]`` put together as the writer does."""
+def contributions(shards: Sequence[Sequence[dict[str, Any]]], fields: Sequence[str], **more: Any) -> list[Contribution]:
+    """What all ranks contribute; ``shards[dp_rank][cp_rank]`` is what each of them holds."""
     cp = len(shards[0])
-    parts = [
-        part(contribute(data, topology(cp, cp_rank, len(shards), dp_rank), fields, **more))
+    return [
+        contribute(data, topology(cp, cp_rank, len(shards), dp_rank), fields, **more)
         for dp_rank, of_rank in enumerate(shards)
         for cp_rank, data in enumerate(of_rank)
     ]
-    return restore(parts, cp, fields)
+
+
+def gathered(shards: Sequence[Sequence[dict[str, Any]]], fields: Sequence[str], **more: Any) -> list[Restoring]:
+    """``shards[dp_rank][cp_rank]`` put together as the writer does."""
+    return put_together(contributions(shards, fields, **more), len(shards[0]), fields)
+
+
+def payload_of(shards: Sequence[Sequence[dict[str, Any]]], fields: Sequence[str], **more: Any) -> dict[str, Any]:
+    return build_payload(gathered(shards, fields, **more), rollout_id=0, writer_rank=0)

@@ -1,28 +1,272 @@
-"""Every rank's part reaches the writer, each byte once; what goes wrong leaves nobody waiting."""
+"""All ranks get the same decision; every rank's part reaches the writer, each byte once; what goes wrong leaves nobody
+waiting."""
 
 from __future__ import annotations
 
-import pickle
+import multiprocessing as mp
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from slime_instrument._dump.agreement import Agreement, NotAgreed
-from slime_instrument._dump.exchange import Announcement, message_bytes, own_shard, receive_all, send_own
+from slime_instrument._dump import exchange
+from slime_instrument._dump.contribute import contribute
+from slime_instrument._dump.exchange import Agreement, CallId, Listener, NotAgreed, Patience, Presence
 from slime_instrument._dump.payload import build_payload
-from slime_instrument._dump.shard import contribute
+from slime_instrument._errors import DumpError
 
 from .ranks import sharded, topology
-from .threads import Mail, QueueTransport, together
+from .threads import together
+
+WORLD = 4
+CALL = CallId(0, 0, 0)
+
+
+@pytest.fixture
+def store() -> Any:
+    return dist.HashStore()
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def agreement(
+    store: Any, rank: int, call: CallId = CALL, timeout_s: float = 5.0, missed: Any = None, **more: Any
+) -> Agreement:
+    return Agreement(
+        store, call, topology(1, 0, WORLD, rank), timeout_s, {} if missed is None else missed, quiet, **more
+    )
+
+
+def writer(store: Any, **more: Any) -> Callable[[], Any]:
+    def work() -> Any:
+        mine = agreement(store, 0, **more)
+        mine.arrive("path of 0")
+        templates = mine.wait_for_all()
+        mine.go({"port": 7})
+        return templates
+
+    return work
+
+
+def sender(store: Any, rank: int, **more: Any) -> Callable[[], Any]:
+    def work() -> Any:
+        mine = agreement(store, rank, **more)
+        mine.arrive(f"path of {rank}")
+        return mine.wait_for_go()
+
+    return work
+
+
+def all_ranks(store: Any, **more: Any) -> dict[int, Callable[[], Any]]:
+    return {0: writer(store, **more), **{rank: sender(store, rank, **more) for rank in range(1, WORLD)}}
+
+
+def reasons(results: list[Any]) -> set[str]:
+    assert all(isinstance(result, NotAgreed) for result in results), results
+    return {str(result) for result in results}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Agreeing
+
+
+def test_when_all_come_the_writer_knows_their_paths_and_all_know_where_to_send_to(store: Any) -> None:
+    results = together(list(all_ranks(store).values()))
+    assert results == [{rank: f"path of {rank}" for rank in range(1, WORLD)}, *[{"port": 7}] * (WORLD - 1)]
+
+
+@pytest.mark.parametrize("who", range(WORLD))
+def test_when_one_gives_up_all_skip_with_its_reason_and_at_once(store: Any, who: int) -> None:
+    works = all_ranks(store)
+
+    def give_up() -> None:
+        time.sleep(0.05)
+        agreement(store, who).give_up("no memory")
+
+    works[who] = give_up
+    began = time.monotonic()
+    results = together(list(works.values()))
+    assert reasons([result for rank, result in enumerate(results) if rank != who]) == {f"rank {who}: no memory"}
+    assert time.monotonic() - began < 4.0
+
+
+@pytest.mark.parametrize("who", range(WORLD))
+def test_a_rank_that_never_comes_is_waited_for_a_bounded_time_and_named(store: Any, who: int) -> None:
+    works = all_ranks(store, timeout_s=0.3)
+    del works[who]
+    began = time.monotonic()
+    (reason,) = reasons(together(list(works.values())))
+    assert f"rank(s) [{who}] did not come within 0.3 s" in reason
+    assert 0.2 <= time.monotonic() - began < 4.0
+
+
+@pytest.mark.parametrize("who", range(WORLD))
+def test_a_rank_that_never_comes_is_waited_for_once_and_trusted_again_when_it_comes(store: Any, who: int) -> None:
+    missed: dict[int, Any] = {rank: {} for rank in range(WORLD)}
+
+    def run(call: CallId, absent: set[int]) -> tuple[list[Any], float]:
+        works = {
+            rank: (writer if rank == 0 else lambda s, rank=rank, **m: sender(s, rank, **m))(  # type: ignore[misc]
+                store, call=call, timeout_s=0.5, missed=missed[rank]
+            )
+            for rank in range(WORLD)
+            if rank not in absent
+        }
+        began = time.monotonic()
+        return together(list(works.values())), time.monotonic() - began
+
+    reasons(run(CallId(0, 0, 0), {who})[0])
+    results, seconds = run(CallId(1, 0, 0), {who})
+    assert any(f"rank {who} did not come to the dump of rollout 0" in reason for reason in reasons(results))
+    assert seconds < 0.45
+    # It comes late to rollout 1, finds it decided, and is there for rollout 2.
+    late = agreement(store, who, CallId(1, 0, 0))
+    late.arrive("path")
+    with pytest.raises(NotAgreed):
+        late.wait_for_all() if who == 0 else late.wait_for_go()
+    late_before = agreement(store, who, CallId(0, 0, 0))
+    late_before.arrive("path")
+    results, _ = run(CallId(2, 0, 0), set())
+    assert not any(isinstance(result, Exception) for result in results), results
+
+
+def test_a_rank_that_comes_after_the_others_gave_up_skips_at_once(store: Any) -> None:
+    with pytest.raises(NotAgreed, match=r"did not come within 0\.1 s"):
+        writer(store, timeout_s=0.1)()
+    began = time.monotonic()
+    with pytest.raises(NotAgreed, match=r"within 0\.1 s \(rank 0 waited\)"):
+        sender(store, 1)()
+    assert time.monotonic() - began < 0.2
+
+
+def test_the_writer_does_not_start_when_somebody_gave_up_after_it_had_come(store: Any) -> None:
+    for rank in range(1, WORLD):
+        agreement(store, rank).arrive("path")
+    mine = agreement(store, 0)
+    mine.wait_for_all()
+    agreement(store, 2).give_up("killed")
+    with pytest.raises(NotAgreed, match="rank 2: killed"):
+        mine.go({})
+
+
+def test_giving_up_after_the_start_changes_no_decision_but_tells_why(store: Any) -> None:
+    together(list(all_ranks(store).values()))
+    agreement(store, 1).give_up("too late")
+    assert agreement(store, 0).failure() == "rank 1: too late"
+    assert agreement(store, 2).wait_for_go() == {"port": 7}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_the_timing_all_ranks_that_decide_decide_the_same(store: Any, seed: int) -> None:
+    chance = random.Random(seed)
+
+    def late(work: Callable[[], Any], delay: float) -> Callable[[], Any]:
+        def run() -> Any:
+            time.sleep(delay)
+            return work()
+
+        return run
+
+    works = list(all_ranks(store, timeout_s=0.02).values())
+    if seed % 2:
+        works.append(lambda: agreement(store, 1).give_up("changed its mind"))
+    results = together([late(work, chance.uniform(0, 0.03)) for work in works])[:WORLD]
+    assert len({isinstance(result, NotAgreed) for result in results}) == 1, results
+
+
+@pytest.mark.parametrize("other", [CallId(1, 0, 0), CallId(0, 1, 0), CallId(0, 0, 1)])
+def test_calls_of_another_rollout_attempt_or_number_do_not_meet(store: Any, other: CallId) -> None:
+    agreement(store, 1).give_up("first attempt")
+    results = together(list(all_ranks(store, call=other).values()))
+    assert not any(isinstance(result, Exception) for result in results)
+
+
+def test_a_finished_call_leaves_no_keys_behind(store: Any) -> None:
+    together(list(all_ranks(store).values()))
+    agreement(store, 0).forget()
+    assert not any(store.check([f"slime_instrument/0/0/0/{key}"]) for key in ("count", "decision", "ready/1"))
+
+
+class Broken:
+    def __getattr__(self, name: str) -> Any:
+        def fail(*_: Any) -> Any:
+            raise RuntimeError("the store is gone")
+
+        return fail
+
+
+def test_giving_up_never_raises_and_neither_does_forgetting() -> None:
+    mine = agreement(Broken(), 0)
+    mine.give_up("anything")
+    mine.forget()
+    assert mine.failure() is None
+
+
+def test_the_wait_polls_with_growing_pauses_says_what_it_waits_for_and_ends_on_time() -> None:
+    clock, naps, said = [0.0], [], []
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        clock[0] += seconds
+
+    mine = Agreement(
+        dist.HashStore(), CALL, topology(1, 0, WORLD, 0), 25.0, {}, said.append, sleep=sleep, clock=lambda: clock[0]
+    )
+    mine.arrive("x")
+    with pytest.raises(NotAgreed, match="within 25 s"):
+        mine.wait_for_all()
+    assert 25.0 <= clock[0] < 25.2
+    assert naps[0] < 0.001
+    assert max(naps) <= 0.05
+    assert len(naps) < 2000
+    assert said == ["waiting for rank(s) [1, 2, 3] since 10 s", "waiting for rank(s) [1, 2, 3] since 20 s"]
+
+
+def test_patience_counts_only_the_time_in_which_it_waited() -> None:
+    """A process that was stopped for an hour has not been waiting for an hour."""
+    patience = Patience(1.0, lambda: "x", quiet)
+    assert patience.waited(3600.0, at_most=0.05)
+    assert all(patience.waited(0.05, 0.05) for _ in range(15))
+    patience.moved()
+    assert all(patience.waited(0.05, 0.05) for _ in range(15))
+    assert not all(patience.waited(0.05, 0.05) for _ in range(10))
+
+
+def presence(store: Any, rank: int) -> Presence:
+    made = Presence()
+    made.store, made._rank = store, rank
+    made._announce(store)
+    return made
+
+
+def test_ranks_that_did_not_announce_themselves_or_stepped_out_are_named_with_their_reasons(store: Any) -> None:
+    first = presence(store, 0)
+    assert first.absent([0]) is None
+    assert first.absent([0, 1, 2]) == "rank(s) [1, 2] train without instrumentation"
+    others = [presence(store, rank) for rank in (1, 2)]
+    assert first.absent([0, 1, 2]) is None
+    others[1].step_out("three failures in a row")
+    assert first.absent([0, 1, 2]) == "rank 2 dumps no more (three failures in a row)"
+    assert first.absent([0, 1]) is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bytes
 
 FIELDS = ("log_probs", "values")
-CPU = torch.device("cpu")
 
 
-def rollout(dp: int) -> list[dict[str, Any]]:
-    """Uneven shards, rank 1 with one sample, rank 2 with none."""
+def rollout(dp: int, big: int = 0) -> list[dict[str, Any]]:
+    """Uneven shards, rank 1 with one sample, rank 2 with none. ``big``: elements of a tensor on each."""
     sizes = [3, 1, 0][:dp]
     data, position = [], 0
     for rank, size in enumerate(sizes):
@@ -36,50 +280,38 @@ def rollout(dp: int) -> list[dict[str, Any]]:
                 "tokens": [torch.arange(total) + 100 * rank for total in totals],
                 "log_probs": [torch.randn(response) for response in responses],
                 "values": [torch.randn(response).bfloat16() for response in responses],
+                "big": {"x": torch.full((big,), float(rank))},
             }
         )
         position += size
     return data
 
 
-class Job:
-    """All ranks of one dump as threads."""
-
-    def __init__(self, cp: int, dp: int, bucket: int = 64, timeout_s: float = 5.0) -> None:
-        self.data = rollout(dp)
-        self.cp, self.dp, self.bucket, self.timeout_s = cp, dp, bucket, timeout_s
-        self.store, self.mail = dist.HashStore(), Mail()
-        self.transports: dict[int, QueueTransport] = {}
-        self.failing: dict[int, int] = {}
-        self.absent: set[int] = set()
-
-    def rank(self, dp_rank: int, cp_rank: int) -> Any:
-        place = topology(self.cp, cp_rank, self.dp, dp_rank)
-
-        def work() -> Any:
-            if place.rank in self.absent:
-                return None
-            data = sharded(self.data[dp_rank], self.cp, cp_rank, FIELDS)
-            contribution = contribute(data, place, FIELDS, provenance={"dp": dp_rank})
-            agreement = Agreement(self.store, "0/0", place.rank, place.participants, self.timeout_s)
-            transport = QueueTransport(self.mail, place.rank, self.timeout_s, self.failing.get(place.rank))
-            self.transports[place.rank] = transport
-            if place.is_writer:
-                return receive_all(contribution, place, agreement, transport, FIELDS)
-            return send_own(contribution, place, agreement, transport, self.bucket)
-
-        return work
-
-    def run(self) -> list[Any]:
-        return together([self.rank(dp_rank, cp_rank) for dp_rank in range(self.dp) for cp_rank in range(self.cp)])
+def take_part(store: Any, data: list[dict[str, Any]], cp: int, rank: int, bucket: int, timeout_s: float) -> Any:
+    """One rank's whole part in one dump."""
+    dp = len(data)
+    place = topology(cp, rank % cp, dp, rank // cp)
+    held = sharded(data[place.data_rank], cp, place.context_rank, FIELDS)
+    contribution = contribute(held, place, FIELDS, provenance={"dp": place.data_rank})
+    mine = Agreement(store, CALL, place, timeout_s, {}, quiet)
+    mine.arrive("path")
+    if not place.is_writer:
+        return exchange.send(contribution, mine.wait_for_go(), mine, place, timeout_s, bucket, quiet)
+    mine.wait_for_all()
+    listener = Listener(store)
+    try:
+        mine.go(listener.address)
+        return exchange.receive(contribution, listener, mine, place, FIELDS, timeout_s, quiet)
+    finally:
+        listener.close()
 
 
-def check(job: Job, shards: Any) -> None:
-    payload = build_payload(shards, rollout_id=0, writer_rank=0)
+def check(data: list[dict[str, Any]], parts: Any) -> None:
+    payload = build_payload(parts, rollout_id=0, writer_rank=0)
     wanted = {
-        position: (data["tokens"][i], data["log_probs"][i], data["values"][i])
-        for data in job.data
-        for i, position in enumerate(data["partition"])
+        position: (one["tokens"][i], one["log_probs"][i], one["values"][i])
+        for one in data
+        for i, position in enumerate(one["partition"])
     }
     assert [sample["rollout_position"] for sample in payload["samples"]] == sorted(wanted)
     for sample in payload["samples"]:
@@ -87,76 +319,183 @@ def check(job: Job, shards: Any) -> None:
         assert torch.equal(sample["tokens"], tokens)
         assert torch.equal(sample["log_probs"], log_probs)
         assert torch.equal(sample["values"], values)
-    assert [layout["provenance"]["dp"] for layout in payload["dp_shards"]] == list(range(job.dp))
+    assert [layout["provenance"]["dp"] for layout in payload["dp_shards"]] == list(range(len(data)))
+    for one, layout in zip(data, payload["dp_shards"], strict=True):
+        assert torch.equal(layout["big"]["x"], one["big"]["x"])
 
 
 @pytest.mark.parametrize("bucket", [1, 7, 64, 1 << 20])
 @pytest.mark.parametrize(("cp", "dp"), [(1, 2), (2, 1), (2, 2), (3, 2), (2, 3)])
-def test_the_writer_has_the_whole_rollout_and_the_others_sent_their_part_once(cp: int, dp: int, bucket: int) -> None:
-    job = Job(cp, dp, bucket)
-    writer, *others = job.run()
-    assert others == [None] * (cp * dp - 1)
-    check(job, writer)
-    assert job.mail.left() == 0
-    assert job.transports[0].bytes_sent == 0
-
-
-def test_a_single_rank_sends_nothing() -> None:
-    data = rollout(1)[0]
-    place = topology()
-    (shard,) = own_shard(contribute(data, place, FIELDS), place, FIELDS)
-    assert all(torch.equal(a, b) for a, b in zip(shard.rollout_data["log_probs"], data["log_probs"], strict=True))
-
-
-@pytest.mark.parametrize("who", [0, 1, 3])
-def test_a_rank_that_never_comes_makes_all_others_give_up_in_time(who: int) -> None:
-    job = Job(2, 2, timeout_s=0.3)
-    job.absent.add(who)
-    results = job.run()
-    assert all(isinstance(result, NotAgreed) for rank, result in enumerate(results) if rank != who)
-    assert job.mail.left() == 0  # nobody had begun to send
-
-
-@pytest.mark.parametrize("after", [0, 1, 2])
-def test_a_sender_whose_link_breaks_is_waited_for_a_bounded_time(after: int) -> None:
-    job = Job(2, 2, bucket=16, timeout_s=0.3)
-    job.failing[2] = after
-    results = job.run()
-    assert isinstance(results[2], ConnectionError)
-    assert isinstance(results[0], Exception)
-
-
-@pytest.mark.parametrize("what", ["manifest", "own part", "payload"])
-def test_a_writer_that_fails_after_the_start_still_takes_everything_so_that_nobody_is_left_sending(
-    monkeypatch: pytest.MonkeyPatch, what: str
+def test_the_writer_has_the_whole_rollout_and_the_others_sent_their_part(
+    store: Any, cp: int, dp: int, bucket: int
 ) -> None:
-    import slime_instrument._dump.exchange as exchange
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise MemoryError("on the writer")
-
-    name = {"manifest": "take_manifest", "own part": "take_own", "payload": "take_payload"}[what]
-    monkeypatch.setattr(exchange._Assembling, name, fail)
-    job = Job(2, 2, bucket=16)
-    writer, *others = job.run()
-    assert isinstance(writer, MemoryError)
-    assert others == [None] * 3
-    assert job.mail.left() == 0
+    data = rollout(dp, big=5)
+    writer, *others = together(
+        [lambda rank=rank: take_part(store, data, cp, rank, bucket, 10.0) for rank in range(cp * dp)]
+    )
+    assert all(isinstance(sent, int) for sent in others), others
+    check(data, writer)
 
 
-def test_an_announcement_survives_its_way_and_says_which_messages_follow() -> None:
-    sizes = Announcement(manifest=10, payload=25, message=8)
-    assert Announcement.decode(sizes.encode()) == sizes
-    assert sizes.messages() == [8, 8, 8, 1]
-    assert Announcement(10, 24, 8).messages() == [8, 8, 8]
-    assert Announcement(10, 0, 1).messages() == []
+def test_bytes_beyond_all_buffers_arrive(store: Any) -> None:
+    data = rollout(2, big=3_000_000)
+    writer, *others = together([lambda rank=rank: take_part(store, data, 2, rank, 1 << 20, 20.0) for rank in range(4)])
+    check(data, writer)
+    assert others[1] > 12_000_000
 
 
-@pytest.mark.parametrize(("payload", "bucket"), [(0, 100), (1, 1), (10**9, 64 << 20), (5, 100)])
-def test_a_message_is_never_empty_and_never_above_the_bucket(payload: int, bucket: int) -> None:
-    assert 1 <= message_bytes(payload, bucket, CPU) <= max(bucket, 1)
+def test_a_stranger_on_the_port_neither_ends_nor_delays_the_dump(store: Any) -> None:
+    data = rollout(2, big=5)
+    strangers: list[socket.socket] = []
+
+    def strange(listener: Listener) -> None:
+        for sent in (b"", b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, bytes(28)):
+            one = socket.create_connection(("127.0.0.1", listener.address["port"]))
+            one.sendall(sent)
+            strangers.append(one)
+
+    real = Listener.__init__
+
+    def __init__(self: Listener, store: Any) -> None:
+        real(self, store)
+        strange(self)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Listener, "__init__", __init__)
+        began = time.monotonic()
+        writer, other = together([lambda rank=rank: take_part(store, data, 1, rank, 64, 10.0) for rank in range(2)])
+    assert isinstance(other, int), other
+    check(data, writer)
+    assert time.monotonic() - began < 8.0
+    for one in strangers:
+        one.close()
 
 
-def test_a_manifest_is_plain_data() -> None:
-    manifest = contribute(rollout(1)[0], topology(), FIELDS).manifest
-    assert pickle.loads(pickle.dumps(manifest)) == manifest
+def test_addresses_that_lead_nowhere_or_to_somebody_else_are_passed_over(store: Any) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as somebody:
+        listener = Listener(store)
+        try:
+            address = {**listener.address, "machine": "another", "hosts": ["127.0.0.3", "name.invalid", "127.0.0.1"]}
+            line = exchange._connect  # the writer's side is answered by a thread below
+
+            def answer() -> None:
+                listener.socket.setblocking(True)
+                accepted, _ = listener.socket.accept()
+                accepted.recv(1000)
+                accepted.sendall(b"somebody else!!!")
+                accepted.close()
+                accepted, _ = listener.socket.accept()
+                accepted.recv(1000)
+                accepted.sendall(listener.answer)
+                accepted.close()
+
+            results = together([answer, lambda: line(address, topology(1, 0, 2, 1), 5, 2.0)])
+            assert isinstance(results[1], socket.socket), results[1]
+            results[1].close()
+        finally:
+            listener.close()
+        nowhere = {**listener.address, "machine": "another", "port": somebody.getsockname()[1], "hosts": ["127.0.0.9"]}
+        with pytest.raises(
+            DumpError, match=r"rank 0 cannot be reached at port \d+ \(127\.0\.0\.9: .*GLOO_SOCKET_IFNAME"
+        ):
+            exchange._connect(nowhere, topology(1, 0, 2, 1), 5, 1.0)
+
+
+def test_an_interface_that_the_user_names_comes_first(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert exchange._hosts(store)[0] == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "^docker0,nosuch0")
+    assert "127.0.0.1" not in exchange._hosts(store)[:1] or len(exchange._hosts(store)) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Real processes: one that stops, dies or is slow while bytes travel
+
+BIG = 4_000_000  # elements: more than all socket buffers hold
+TIMEOUT_S = 2.0
+
+
+def _process(port: int, rank: int, behaviour: str, out: Any) -> None:
+    torch.set_num_threads(1)  # threads of the parent are not there after a fork
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    sends = exchange._send_piece
+    takes = exchange._Lines.payload
+    sent = [0]
+
+    def misbehave(*args: Any) -> None:
+        sent[0] += 1
+        if sent[0] == 3:
+            if behaviour == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if behaviour == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if behaviour == "stalls":
+                time.sleep(60)
+            if behaviour == "raises":
+                raise MemoryError("no memory")
+        if behaviour == "is slow":
+            time.sleep(0.5)
+        sends(*args)
+
+    def misbehaving_writer(*args: Any) -> None:
+        out.send("bytes travel")
+        if behaviour == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        takes(*args)
+
+    if behaviour and rank:
+        exchange._send_piece = misbehave
+    elif behaviour:
+        exchange._Lines.payload = misbehaving_writer  # type: ignore[assignment]
+    torch.manual_seed(0)
+    data = rollout(2, big=BIG)
+    began = time.monotonic()
+    try:
+        parts = take_part(store, data, 1, rank, 1 << 20, TIMEOUT_S)
+        if rank == 0:
+            check(data, parts)
+        result = "whole"
+    except BaseException as error:
+        result = f"{type(error).__name__}: {error}"
+    out.send((result, time.monotonic() - began))
+
+
+@pytest.mark.parametrize(
+    ("who", "behaviour", "others", "at_least", "at_most"),
+    [
+        (1, "", "whole", 0.0, 30.0),
+        (1, "is slow", "whole", 2 * TIMEOUT_S, 60.0),
+        (1, "dies", "rank 1 ended with", 0.0, TIMEOUT_S + 3),
+        (1, "raises", "rank 1 ended with", 0.0, TIMEOUT_S + 3),
+        (1, "stalls", "rank 1 stood still: no byte for 2 s", TIMEOUT_S, TIMEOUT_S + 6),
+        (1, "stops", "rank 1 stood still: no byte for 2 s", TIMEOUT_S, TIMEOUT_S + 6),
+        (0, "dies", "rank 0 took no", 0.0, TIMEOUT_S + 3),
+        (0, "stops", "rank 0 took no byte for 2 s", TIMEOUT_S, TIMEOUT_S + 6),
+    ],
+)
+def test_a_process_that_misbehaves_while_bytes_travel(
+    who: int, behaviour: str, others: str, at_least: float, at_most: float
+) -> None:
+    """What counts is that the other one is back in time, with the reason, or has everything."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = mp.get_context("fork")
+    processes, pipes = [], []
+    for rank in range(2):
+        reader, writer_end = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_process, args=(store.port, rank, behaviour if rank == who else "", writer_end), daemon=True
+        )
+        process.start()
+        processes.append(process)
+        pipes.append(reader)
+    try:
+        assert pipes[1 - who].poll(90), "the other rank hangs"
+        result, seconds = pipes[1 - who].recv()
+        assert others in result
+        assert at_least <= seconds
+        assert seconds <= at_most
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(10)

@@ -3,65 +3,78 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from slime_instrument._dump.payload import build_payload
-from slime_instrument._dump.restore import Shard
+from slime_instrument._dump.contribute import Seen, contribute
+from slime_instrument._dump.exchange import put_together
+from slime_instrument._dump.payload import build_payload, left_out, provenance
+from slime_instrument._dump.zigzag import Restoring
+
+from .ranks import topology
 
 
-def shard(data_rank: int, partition: list[int] | None, count: int | None = None, **more: Any) -> Shard:
+def part(data_rank: int, partition: list[int] | None, count: int | None = None, **more: Any) -> Restoring:
     n = count if count is not None else len(partition or ())
     data: dict[str, Any] = {"response_lengths": [1] * n, "total_lengths": [2] * n, **more}
     if partition is not None:
         data["partition"] = partition
-    return Shard(rank=data_rank * 10, data_rank=data_rank, rollout_data=data, provenance={"of": data_rank})
+    place = replace(topology(dp=9, dp_rank=data_rank), rank=data_rank * 10)
+    (restored,) = put_together([contribute(data, place, (), provenance={"of": data_rank})], 1, ())
+    return restored
 
 
 def positions(payload: dict[str, Any]) -> list[Any]:
     return [sample.get("rollout_position") for sample in payload["samples"]]
 
 
-def test_case_7_uneven_ranks_are_ordered_by_position() -> None:
-    payload = build_payload([shard(0, [0, 2, 3]), shard(1, [1])], rollout_id=4, writer_rank=6)
+def test_uneven_ranks_are_ordered_by_position() -> None:
+    payload = build_payload([part(0, [0, 2, 3]), part(1, [1])], rollout_id=4, writer_rank=6)
     assert positions(payload) == [0, 1, 2, 3]
     assert [sample["data_parallel_rank"] for sample in payload["samples"]] == [0, 1, 0, 0]
     assert (payload["format_version"], payload["rollout_id"], payload["rank"]) == (2, 4, 6)
 
 
-def test_case_4_siblings_with_the_same_index_or_none_are_ordered_by_position() -> None:
+def test_siblings_with_the_same_index_or_none_are_ordered_by_position() -> None:
     siblings: dict[str, Any] = {"rollout_ids": [70, 70], "sample_indices": [7, 7]}
     others: dict[str, Any] = {"rollout_ids": [70, 80], "sample_indices": [7, 8]}
-    payload = build_payload([shard(0, [2, 0], **siblings), shard(1, [3, 1], **others)], rollout_id=5, writer_rank=0)
+    payload = build_payload([part(0, [2, 0], **siblings), part(1, [3, 1], **others)], rollout_id=5, writer_rank=0)
     assert positions(payload) == [0, 1, 2, 3]
     assert [sample["rollout_ids"] for sample in payload["samples"]] == [70, 80, 70, 70]
     assert payload["rollout_id"] == 5
-    nameless = [shard(0, [2, 0], sample_indices=[None, None]), shard(1, [3, 1], sample_indices=[None, None])]
+    nameless = [part(0, [2, 0], sample_indices=[None, None]), part(1, [3, 1], sample_indices=[None, None])]
     assert positions(build_payload(nameless, rollout_id=0, writer_rank=0)) == [0, 1, 2, 3]
 
 
 def test_without_positions_the_sample_index_orders() -> None:
-    parts = [shard(0, None, 2, sample_indices=[514, 512]), shard(1, None, 1, sample_indices=[513])]
+    parts = [part(0, None, 2, sample_indices=[514, 512]), part(1, None, 1, sample_indices=[513])]
     payload = build_payload(parts, rollout_id=0, writer_rank=0)
     assert [sample["sample_index"] for sample in payload["samples"]] == [512, 513, 514]
 
 
-@pytest.mark.parametrize("indices", [None, [None, 3]])
+@pytest.mark.parametrize("indices", [None, [None, 3], ["b", "a"], [[1], [0]]])
 def test_without_either_the_samples_stay_in_gather_order_and_a_warning_says_so(
     indices: list[Any] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     more = {} if indices is None else {"sample_indices": indices}
-    payload = build_payload([shard(1, None, 2, **more), shard(0, None, 1)], rollout_id=8, writer_rank=0)
+    payload = build_payload([part(1, None, 2, **more), part(0, None, 1)], rollout_id=8, writer_rank=0)
     assert [sample["data_parallel_rank"] for sample in payload["samples"]] == [1, 1, 0]
     assert "samples of rollout 8 carry neither positions nor indices" in caplog.text
 
 
 def test_one_rank_without_positions_takes_the_order_from_the_index_for_all() -> None:
-    parts = [shard(0, [1, 0], sample_indices=[11, 10]), shard(1, None, 1, sample_indices=[9])]
+    parts = [part(0, [1, 0], sample_indices=[11, 10]), part(1, None, 1, sample_indices=[9])]
     payload = build_payload(parts, rollout_id=0, writer_rank=0)
     assert [sample["sample_index"] for sample in payload["samples"]] == [9, 10, 11]
+
+
+def test_positions_may_be_tensors() -> None:
+    parts = [part(0, [torch.tensor(2), torch.tensor(0)]), part(1, [torch.tensor(1)])]  # type: ignore[list-item]
+    assert [int(p) for p in positions(build_payload(parts, rollout_id=0, writer_rank=0))] == [0, 1, 2]
 
 
 def test_per_sample_fields_go_to_samples_the_schedule_to_shards_and_the_whole_batch_to_the_top() -> None:
@@ -76,7 +89,7 @@ def test_per_sample_fields_go_to_samples_the_schedule_to_shards_and_the_whole_ba
         "note": "text",
         "log_probs_of_nobody": [1],
     }
-    payload = build_payload([shard(0, [1, 0], **data)], rollout_id=0, writer_rank=3)
+    payload = build_payload([part(0, [1, 0], **data)], rollout_id=0, writer_rank=3)
     assert set(payload) == {"format_version", "rollout_id", "rank", "samples", "dp_shards", "raw_reward"}
     first = payload["samples"][0]
     assert set(first) == {
@@ -93,29 +106,85 @@ def test_per_sample_fields_go_to_samples_the_schedule_to_shards_and_the_whole_ba
 
 
 def test_a_schedule_as_long_as_the_batch_is_still_a_schedule() -> None:
-    payload = build_payload([shard(0, [0, 1], num_microbatches=[1, 1])], rollout_id=0, writer_rank=0)
+    payload = build_payload([part(0, [0, 1], num_microbatches=[1, 1])], rollout_id=0, writer_rank=0)
     assert "num_microbatches" not in payload["samples"][0]
     assert payload["dp_shards"][0]["num_microbatches"] == [1, 1]
 
 
 def test_an_empty_shard_keeps_its_place() -> None:
-    payload = build_payload([shard(0, []), shard(1, [0])], rollout_id=0, writer_rank=0)
+    payload = build_payload([part(0, []), part(1, [0])], rollout_id=0, writer_rank=0)
     assert positions(payload) == [0]
     assert [layout["partition"] for layout in payload["dp_shards"]] == [[], [0]]
 
 
 def test_a_rollout_without_samples_gives_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert build_payload([shard(0, None, 0)], rollout_id=0, writer_rank=0)["samples"] == []
+    assert build_payload([part(0, None, 0)], rollout_id=0, writer_rank=0)["samples"] == []
     assert caplog.text == ""
 
 
-def test_whole_batch_fields_come_from_whichever_rank_has_them() -> None:
-    payload = build_payload([shard(0, [1]), shard(1, [0], raw_reward=[0.0, 1.0])], rollout_id=0, writer_rank=0)
+def test_whole_batch_fields_come_from_whichever_rank_has_them_and_from_the_first_that_has() -> None:
+    payload = build_payload([part(0, [1]), part(1, [0], raw_reward=[0.0, 1.0])], rollout_id=0, writer_rank=0)
     assert payload["raw_reward"] == [0.0, 1.0]
+    both = [part(0, [1], raw_reward=["first"]), part(1, [0], raw_reward=["second"])]
+    assert build_payload(both, rollout_id=0, writer_rank=0)["raw_reward"] == ["first"]
+
+
+def test_fields_that_are_left_out_on_any_rank_are_named() -> None:
+    parts = [part(0, [0], x=[torch.empty(1, device="meta")]), part(1, [1], y=[torch.empty(1, device="meta")])]
+    payload = build_payload(parts, rollout_id=0, writer_rank=0)
+    assert left_out(payload).keys() == {"x", "y"}
+    assert "meta device" in left_out(payload)["x"]
+    assert all({"x", "y"}.isdisjoint(sample) for sample in payload["samples"])
+
+
+def test_tensors_in_the_file_share_few_storages() -> None:
+    """A storage is a member of the file's archive; ten thousand of them are slow to write and to read."""
+    tokens = [torch.arange(3) for _ in range(200)]
+    payload = build_payload([part(0, list(range(200)), tokens=tokens, more=tokens)], rollout_id=0, writer_rank=0)
+    found = {sample[name].untyped_storage().data_ptr() for sample in payload["samples"] for name in ("tokens", "more")}
+    assert len(found) == 1
 
 
 def test_the_payload_loads_with_weights_only() -> None:
     file = io.BytesIO()
-    torch.save(build_payload([shard(0, [0], tokens=[torch.arange(2)])], rollout_id=0, writer_rank=0), file)
+    torch.save(build_payload([part(0, [0], tokens=[torch.arange(2)])], rollout_id=0, writer_rank=0), file)
     file.seek(0)
     assert torch.load(file, weights_only=True)["samples"][0]["tokens"].tolist() == [0, 1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Provenance
+
+
+def described(data: dict[str, Any], seen: Seen, **args: Any) -> dict[str, Any]:
+    fields = ("rollout_log_probs", "log_probs", "values", "returns")
+    return provenance(data, SimpleNamespace(**args), topology(cp=2, dp=3), seen, fields)
+
+
+def test_provenance_says_where_each_response_level_field_comes_from() -> None:
+    data = {"rollout_log_probs": [1], "log_probs": [1], "values": None, "returns": [1], "partition": [0]}
+    came = frozenset({"rollout_log_probs", "values"})
+    found = described(data, Seen(came_with_rollout=came, positions_from="partition", route="tests"))
+    assert found["fields"] == {"rollout_log_probs": "rollout", "log_probs": "recomputed", "returns": "recomputed"}
+    assert (found["positions"], found["route"]) == ("partition", "tests")
+    assert [found[f"{name}_parallel"] for name in ("tensor", "pipeline", "context", "data")] == [1, 1, 2, 3]
+    assert {"slime_instrument", "torch"} <= found.keys()
+    by_us = described(data, Seen(log_probs=[torch.zeros(1)], optimizer_steps=[2], weight_version=7))
+    assert by_us["fields"]["log_probs"] == "captured"
+    assert (by_us["captured_optimizer_steps"], by_us["weight_version"]) == ([2], 7)
+    assert described(data, Seen(captured_by_slime=True))["fields"]["log_probs"] == "captured"
+    assert "captured_optimizer_steps" not in found
+    assert "weight_version" not in found
+
+
+def test_provenance_says_in_words_why_log_probs_are_absent() -> None:
+    found = described({"returns": [1]}, Seen(why_no_log_probs="the loss computes none", positions_from="partition"))
+    assert found["log_probs"] == "the loss computes none"
+    assert found["positions"] == "unknown"  # no partition, whatever the hooks say
+    assert "log_probs" not in described({"log_probs": [1]}, Seen(why_no_log_probs="unused"))
+
+
+def test_only_plain_arguments_are_recorded_and_the_types_stay() -> None:
+    found = described({}, Seen(), gamma=0.5, use_tis=True, loss_type="policy_loss", eps_clip=None, kl_coef=object())
+    assert found["arguments"] == {"gamma": 0.5, "use_tis": True, "loss_type": "policy_loss"}
+    assert found["qkv_format"] == "thd"

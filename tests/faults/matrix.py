@@ -44,7 +44,7 @@ def play(
     keep: Callable[[Result], None] = lambda _result: None,
 ) -> list[Result]:
     """Play ``scenarios`` and judge each against a run without a fault. RuntimeError if the stage itself breaks."""
-    from slime_instrument.lab.training import _QUIET
+    from slime_instrument.lab._training import _QUIET
 
     listed = [reference(), *scenarios]
     results: list[Result] = []

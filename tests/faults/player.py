@@ -67,14 +67,15 @@ class Player:
         cls.train = train
 
     def _play_all(self, actor: Any, train: Callable[..., None]) -> None:
-        from slime_instrument._capture import CaptureSession
-        from slime_instrument._dump.agreement import default_store
-        from slime_instrument._dump.topology import read_topology
+        from torch.distributed import distributed_c10d
+
+        from slime_instrument._dump.contribute import read_topology
+        from slime_instrument._hooks.capture import CaptureSession
 
         self._parameters = [parameter for chunk in actor.model for parameter in chunk.parameters()]
         self._initial = [tensor.detach().clone() for tensor in self._parameters]
         self._topology = read_topology()
-        self._store = default_store()
+        self._store = distributed_c10d._get_default_store()
         opened = CaptureSession.__init__
 
         def noticed(session: Any, *args: Any, **kwargs: Any) -> None:
@@ -155,7 +156,8 @@ class Player:
             self._meet()
             if self.rank == 0:
                 folder = Path(self.args.save_debug_train_data).parent
-                report["files"] = {path.name: _digest(path.read_bytes()) for path in sorted(folder.iterdir())}
+                report["files"] = {path.name: _digest(path.read_bytes()) for path in _dumps_in(folder)}
+                report["journal"] = _journal_of(folder, rollout_id)
             self._meet()
         return report
 
@@ -175,16 +177,17 @@ class Player:
         return digest.hexdigest()[:16]
 
     def _stale(self) -> list[str]:
-        from slime_instrument import _capture as capture
-        from slime_instrument._hooks import data_loader
+        from slime_instrument._hooks import capture, loading
 
         found = []
         if capture.current_session() is not None:
             found.append("a session is current")
-        if capture.policy_batch() is not None:
+        if capture.policy_loss() is not None:
             found.append("a policy loss is marked as running")
-        if data_loader._LOADING.get() is not None:
+        if loading.LOADS.current() is not None:
             found.append("a load is marked as running")
+        if type(sys.modules["slime.utils.data"].ray) is loading.WatchedRay:
+            found.append("ray is still replaced")
         if len(self._sessions):
             found.append(f"{len(self._sessions)} session(s) alive")
         loss = sys.modules["slime.backends.megatron_utils.loss"]
@@ -201,16 +204,30 @@ class Player:
             time.sleep(0.005)
 
 
+def _dumps_in(folder: Path) -> list[Path]:
+    """What stands there beside the journal."""
+    return sorted(path for path in folder.iterdir() if path.name != "instrument.jsonl")
+
+
+def _journal_of(folder: Path, rollout_id: int) -> list[str]:
+    """What the journal says of a rollout, oldest first."""
+    from slime_instrument._format.journal import NAME, read_journal
+
+    if not (folder / NAME).is_file():
+        return []
+    return [entry.state for entry in read_journal(folder).rollouts if entry.rollout_id == rollout_id]
+
+
 def _look_for_aliases_in_slime_only() -> None:
     """Arming afresh for every scenario walks through all modules otherwise, which is most of a scenario's time."""
-    from slime_instrument._patching import aliases
+    from slime_instrument._patching import apply
 
     def namespaces() -> Iterator[dict[str, Any]]:
         for name, module in list(sys.modules.items()):
             if name.startswith("slime"):
                 yield vars(module)
 
-    aliases._namespaces = namespaces
+    apply._namespaces = namespaces
 
 
 @contextlib.contextmanager

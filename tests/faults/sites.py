@@ -14,6 +14,7 @@ import importlib
 import inspect
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,6 +54,10 @@ class Trigger:
             self.fired += 1
             if self.site.action == "sleep":
                 time.sleep(SLEEP_S)
+                return
+            if self.site.action == "stop":
+                subprocess.Popen(["sh", "-c", f"sleep {SLEEP_S}; kill -CONT {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
                 return
             if self.site.action == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -107,32 +112,38 @@ def _seams() -> Iterator[Site]:
     yield Site("seam/log-probs/before", "train", per_batch=True, who="last-stage")
     yield Site("seam/log-probs/after", "train", per_batch=True, who="last-stage")
     yield Site("seam/train-dump/before", "dump")
-    yield Site("seam/train-dump/instead", "dump")
+    yield Site("seam/train-dump/inside", "dump", where=("slime_instrument._hooks.dump", "_positions_from"))
+
+
+_DUMP = "slime_instrument._dump"
+_WRITE = (f"{_DUMP}.file", "Disk.write")
 
 
 def _dump() -> Iterator[Site]:
     for name, module, function, who in (
-        ("topology", "slime_instrument._dump.topology", "read_topology", "all"),
-        ("presence", "slime_instrument._dump.agreement", "not_armed", "part"),
-        ("ready", "slime_instrument._dump.agreement", "Agreement.ready", "sender"),
-        ("sizes", "slime_instrument._dump.agreement", "Agreement.gather_sizes", "writer"),
-        ("go", "slime_instrument._dump.agreement", "Agreement.go", "writer"),
-        ("transport", "slime_instrument._dump.transport", "megatron_transport", "part"),
-        ("collect", "slime_instrument._capture", "CaptureSession.collected", "part"),
-        ("describe", "slime_instrument._dump.provenance", "describe", "part"),
-        ("contribute", "slime_instrument._dump.shard", "contribute", "part"),
-        ("gather-pack", "slime_instrument._dump.packing", "Packer.buckets", "sender"),
-        ("gather-send", "slime_instrument._dump.packing", "Packer.buckets", "sender"),
-        ("gather-feed", "slime_instrument._dump.assembly", "Sink.feed", "writer"),
-        ("plan", "slime_instrument._dump.restore", "Restorer.__init__", "writer"),
-        ("restore", "slime_instrument._dump.restore", "Restorer.shards", "writer"),
-        ("build", "slime_instrument._dump.payload", "build_payload", "writer"),
-        ("write", "slime_instrument._dump.atomic", "write_atomically", "writer"),
+        ("topology", f"{_DUMP}.contribute", "read_topology", "all"),
+        ("presence", f"{_DUMP}.exchange", "Presence.absent", "part"),
+        ("arrive", f"{_DUMP}.exchange", "Agreement.arrive", "part"),
+        ("wait-for-all", f"{_DUMP}.exchange", "Agreement.wait_for_all", "writer"),
+        ("go", f"{_DUMP}.exchange", "Agreement.go", "writer"),
+        ("wait-for-go", f"{_DUMP}.exchange", "Agreement.wait_for_go", "sender"),
+        ("listen", f"{_DUMP}.exchange", "Listener.__init__", "writer"),
+        ("connect", f"{_DUMP}.exchange", "_connect", "sender"),
+        ("collect", "slime_instrument._hooks.capture", "CaptureSession.collected", "part"),
+        ("describe", f"{_DUMP}.payload", "provenance", "part"),
+        ("contribute", f"{_DUMP}.contribute", "contribute", "part"),
+        ("gather-pack", f"{_DUMP}.contribute", "Contribution.pieces", "part"),
+        ("gather-send", f"{_DUMP}.exchange", "_send_piece", "sender"),
+        ("gather-feed", f"{_DUMP}.zigzag", "Sink.feed", "writer"),
+        ("plan", f"{_DUMP}.zigzag", "Restoring.__init__", "writer"),
+        ("restore", f"{_DUMP}.zigzag", "Restoring.finish", "writer"),
+        ("build", f"{_DUMP}.payload", "build_payload", "writer"),
+        ("write", *_WRITE, "writer"),
         ("flush", "os", "fsync", "writer"),
         ("rename", "os", "replace", "writer"),
-        ("rotate", "slime_instrument._dump.rotation", "Rotation.wrote", "writer"),
+        ("rotate", f"{_DUMP}.file", "Rotation.wrote", "writer"),
     ):
-        nth = 1 if name == "gather-send" else None  # the first bucket is on its way
+        nth = 1 if name == "gather-send" else None  # the description is on its way
         yield Site(f"dump/{name}", "dump", loses=name != "rotate", where=(module, function), who=who, nth=nth)
 
 
@@ -155,17 +166,21 @@ def _slime() -> Iterator[Site]:
 
 
 def _peers() -> Iterator[Site]:
-    for name, module, function, who, nth in (
-        ("before-agreeing", "slime_instrument._dump.shard", "contribute", "part", None),
-        ("before-sending", "slime_instrument._dump.packing", "Packer.buckets", "sender", 0),
-        ("while-sending", "slime_instrument._dump.packing", "Packer.buckets", "sender", 1),
-        ("while-receiving", "slime_instrument._dump.assembly", "Sink.feed", "writer", 1),
-        ("while-writing", "slime_instrument._dump.atomic", "write_atomically", "writer", None),
-        ("before-renaming", "os", "replace", "writer", None),
+    contributing = (f"{_DUMP}.contribute", "contribute")
+    sending, receiving = (f"{_DUMP}.exchange", "_send_piece"), (f"{_DUMP}.zigzag", "Sink.feed")
+    for name, where, who, nth in (
+        ("before-agreeing", contributing, "part", None),
+        ("before-sending", sending, "sender", 0),
+        ("while-sending", sending, "sender", 1),
+        ("while-receiving", receiving, "writer", 1),
+        ("while-writing", _WRITE, "writer", None),
+        ("before-renaming", ("os", "replace"), "writer", None),
     ):
-        yield Site(f"peer/killed-{name}", "dump", where=(module, function), who=who, nth=nth, action="kill")
-    where = ("slime_instrument._dump.shard", "contribute")
-    yield Site("peer/late", "dump", where=where, who="part", action="sleep")
+        yield Site(f"peer/killed-{name}", "dump", where=where, who=who, nth=nth, action="kill")
+    yield Site("peer/late", "dump", where=contributing, who="part", action="sleep")
+    for action, verb in (("sleep", "stalls"), ("stop", "stopped")):
+        yield Site(f"peer/{verb}-while-sending", "dump", where=sending, who="sender", nth=1, action=action)
+        yield Site(f"peer/{verb}-while-receiving", "dump", where=receiving, who="writer", nth=1, action=action)
 
 
 ALL: dict[str, Site] = {site.name: site for site in (*_seams(), *_dump(), *_slime(), *_peers())}
@@ -188,13 +203,13 @@ def planted(trigger: Trigger) -> Iterator[None]:
         _as_in_a_new_job(undo)
         slime_instrument.instrument("the fault matrix")
         undo.callback(slime_instrument.uninstrument)
-        if site.kind == "seam":
+        if site.kind == "seam" and not site.where[0]:
             _, patch, step = site.name.split("/")
-            record = runtime.current().patcher.records[patch]
-            record.patch = _with_fault(record.patch, step, trigger.pull)
-        elif site.where == ("slime_instrument._dump.atomic", "write_atomically"):
+            placement = runtime.current().patcher[patch]
+            placement.patch = _with_fault(placement.patch, step, trigger.pull)
+        elif site.where == _WRITE:
             undo.enter_context(_replaced(*site.where, lambda original: _torn_write(original, trigger)))
-        elif site.kind in ("dump", "peer"):
+        elif site.kind in ("seam", "dump", "peer"):
             undo.enter_context(_replaced(*site.where, lambda original: _around(original, trigger, before=True)))
         yield
 
@@ -205,18 +220,17 @@ _jobs = 0
 def _as_in_a_new_job(undo: contextlib.ExitStack) -> None:
     """Give the ranks an empty part of the store: the same rollouts come again in every scenario."""
     global _jobs
-    from torch.distributed.distributed_c10d import PrefixStore
-
-    from slime_instrument._dump import agreement
+    from torch.distributed import distributed_c10d
 
     _jobs += 1
-    store = PrefixStore(f"fault-matrix-{_jobs}", agreement.default_store())
-    undo.enter_context(_replaced(agreement.__name__, "default_store", lambda _original: lambda: store))
+    name, real = f"fault-matrix-{_jobs}", distributed_c10d._get_default_store
+    part = distributed_c10d.PrefixStore(name, real())
+    undo.enter_context(_replaced(distributed_c10d.__name__, "_get_default_store", lambda _original: lambda: part))
 
 
 def _with_fault(patch: Any, step: str, pull: Callable[[], None]) -> Any:
-    """The declaration with one step that may raise. ``after`` and ``cleanup`` raise in place of the real step, except
-    cleanups of which the first instruction cannot fail: those raise once they have run."""
+    """The declaration with one step that may raise: ``before`` in front of the hook, ``after`` in place of what stands
+    behind its ``yield``, ``cleanup`` when all of it has run, whatever the target did."""
     if step == "idle":
         real_idle = patch.idle
 
@@ -226,26 +240,39 @@ def _with_fault(patch: Any, step: str, pull: Callable[[], None]) -> Any:
 
         # Only calls inside a session count, so that micro-batches are numbered alike on all ranks.
         return dataclasses.replace(patch, idle=lambda: real_idle() or idle())
-    real = patch.before
+    if patch.instead is not None:
+        real_instead = patch.instead
 
-    def before(call: Any) -> Any:
+        def instead(call: Any) -> Any:
+            pull()
+            return real_instead(call)
+
+        return dataclasses.replace(patch, instead=instead)
+    real = patch.around
+
+    def around(call: Any) -> Iterator[None]:
         if step == "before":
             pull()
-        advice = real(call)
-        held = getattr(advice, step, None) if step != "before" else None
-        if held is None:
-            return advice
+        hook = real(call)
+        try:
+            next(hook)
+        except StopIteration:
+            return
+        returned = False
+        try:
+            yield
+            if step == "after":
+                pull()
+            returned = True
+        finally:
+            if returned:
+                next(hook, None)
+            else:
+                hook.close()
+            if step == "cleanup":
+                pull()
 
-        def failing(*given: Any) -> Any:
-            if step == "cleanup" and patch.name in ("train-actor", "data-loader"):
-                held(*given)
-                return pull()
-            pull()
-            return held(*given)
-
-        return dataclasses.replace(advice, **{step: failing})
-
-    return dataclasses.replace(patch, before=before)
+    return dataclasses.replace(patch, around=around)
 
 
 def _around(original: Any, trigger: Trigger, *, before: bool) -> Any:
@@ -275,22 +302,22 @@ def _torn_write(original: Any, trigger: Trigger) -> Any:
     """Fails when half of the file is written."""
 
     @functools.wraps(original)
-    def write_atomically(path: Any, write: Any) -> Any:
+    def write(disk: Any, path: Any, fill: Any) -> Any:
         def torn(file: Any) -> None:
             if trigger.active:
                 file.write(b"half a file")
             trigger.pull()
-            write(file)
+            fill(file)
 
-        return original(path, torn)
+        return original(disk, path, torn)
 
-    return write_atomically
+    return write
 
 
 @contextlib.contextmanager
 def _replaced(module_name: str, path: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """Put ``make(original)`` in its place and wherever else a module has bound it; afterwards put everything back."""
-    from slime_instrument._patching.aliases import repoint
+    from slime_instrument._patching.apply import repoint
 
     owner: Any = importlib.import_module(module_name)
     *parents, attribute = path.split(".")

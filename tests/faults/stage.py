@@ -19,12 +19,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.faults.scenarios import SAMPLES, Layout, Scenario
+from tests.faults.scenarios import ROLLOUTS, SAMPLES, Layout, Scenario
 from tests.faults.sites import ALL
 
 PATIENCE_S = 30.0
 BATCH = 60
-ROLLOUTS = 4
 
 
 def main() -> int:
@@ -32,7 +31,7 @@ def main() -> int:
     answers = os.fdopen(int(sys.argv[1]), "w", buffering=1)
     layout = Layout(**spec["layout"])
     scenarios = [(number, Scenario.of(values)) for number, values in spec["scenarios"]]
-    from slime_instrument.lab import LabOptions, target
+    from slime_instrument.lab import LabOptions, _target
 
     options = LabOptions(
         out=Path(spec["out"]),
@@ -44,7 +43,7 @@ def main() -> int:
         **spec["layout"],
     )
     options.out.mkdir(parents=True, exist_ok=True)
-    actor_module = target.prepare(options)
+    actor_module = _target.prepare(options)
     together = [(number, scenario) for number, scenario in scenarios if not scenario.alone]
     batches = [together[start : start + BATCH] for start in range(0, len(together), BATCH)]
     batches += [[(number, scenario)] for number, scenario in scenarios if scenario.alone]
@@ -58,7 +57,7 @@ def main() -> int:
 
 def _play(options: Any, actor_module: Any, world: int, batch: list[Any], answers: Any) -> list[Any]:
     """Play a batch with new ranks. Returns what is left after a scenario that hung or killed a rank."""
-    from slime_instrument.lab.ranks import rank_main
+    from slime_instrument.lab._ranks import rank_main
     from tests.faults.player import Player, folder_of
 
     with socket.socket() as probe:
@@ -105,7 +104,8 @@ def _play(options: Any, actor_module: Any, world: int, batch: list[Any], answers
             folder = folder_of(options.out, scenario, number)
             if scenario.alone:
                 _end(processes)
-            files = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+            found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+            files = [name for name in found if name != "instrument.jsonl"]
             contents = {}
             if scenario.alone:
                 from tests.faults.player import _digest

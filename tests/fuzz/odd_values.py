@@ -14,10 +14,10 @@ import torch
 
 from slime_instrument._analysis.compare import compare
 from slime_instrument._analysis.trend import pair_files, trend
+from slime_instrument._convert import convert_files
 from slime_instrument._errors import InstrumentError
-from slime_instrument._format.convert import convert_files
-from slime_instrument._format.inspect import inspect_dump
-from slime_instrument._format.validate import validate_files
+from slime_instrument._format.summary import inspect_dump
+from slime_instrument._validate import validate_files
 
 __all__ = ["ODD", "damaged", "dumps", "use"]
 

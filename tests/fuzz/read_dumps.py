@@ -26,8 +26,8 @@ def read_bytes(content: bytes, folder: Path) -> str:
 
     Raises whatever leaves the readers although it must not, and AssertionError for a message of several lines.
     """
-    from slime_instrument._format.inspect import inspect_dump
-    from slime_instrument._format.validate import validate_files
+    from slime_instrument._format.summary import inspect_dump
+    from slime_instrument._validate import validate_files
 
     path = folder / "0.pt"
     if content.startswith(_INNER):
@@ -93,7 +93,6 @@ def make_corpus(folder: Path) -> list[Path]:
         "v2": lambda path: torch.save(v2, path),
         "rank": lambda path: torch.save(rank, path),
         "rollout": lambda path: torch.save(rollout, path),
-        "old-torch": lambda path: torch.save(v2, path, _use_new_zipfile_serialization=False),
         "pickled-list": lambda path: path.write_bytes(pickle.dumps([rollout_sample])),
         "foreign-zip": lambda path: zipfile.ZipFile(path, "w").close(),
         "text": lambda path: path.write_bytes(b"no dump"),
@@ -110,10 +109,16 @@ def make_corpus(folder: Path) -> list[Path]:
 def main() -> None:
     import atheris  # type: ignore[import-untyped]
 
-    followed = ["slime_instrument._format", "pickle", "zipfile", "torch._weights_only_unpickler"]
+    followed = [
+        "slime_instrument._format",
+        "slime_instrument._validate",
+        "pickle",
+        "zipfile",
+        "torch._weights_only_unpickler",
+    ]
     with atheris.instrument_imports(include=followed):
-        import slime_instrument._format.inspect
-        import slime_instrument._format.validate  # noqa: F401 - imported here to be followed by the fuzzer
+        import slime_instrument._format.summary
+        import slime_instrument._validate  # noqa: F401 - imported here to be followed by the fuzzer
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     atheris.Setup(sys.argv, lambda content: read_bytes(content, folder) and None)
     atheris.Fuzz()

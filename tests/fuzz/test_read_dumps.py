@@ -16,7 +16,6 @@ from tests.fuzz.read_dumps import make_corpus, read_bytes
         ("v2", "train-v2"),
         ("inner-v2", "train-v2"),
         ("rank", "train-rank"),
-        ("old-torch", "train-v2"),
         ("rollout", "rollout"),
         ("pickled-list", "rollout"),
         ("foreign-zip", "refused"),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from slime_instrument import _runtime as runtime
-from slime_instrument._activation import waiting
+from slime_instrument import _waiting as waiting
 
 from .fake_slime import PLAIN, FakeSlime, Form
 

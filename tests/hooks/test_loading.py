@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib
 import pickle
 import sys
+import threading
+from argparse import Namespace
 from collections.abc import Callable
-from types import SimpleNamespace
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from slime_instrument import _runtime as runtime
-from slime_instrument._hooks.data_loader import WatchedRay
+from slime_instrument._hooks.loading import WatchedRay, reconstruct
 
 from .fake_slime import PLAIN, Form
 
@@ -28,7 +31,7 @@ def loaded(slime: Any, args: SimpleNamespace, reference: Any, form: Form = PLAIN
 
 def test_partition_is_back_in_what_the_loader_returns(slime: Any, args: Any, batch: Any) -> None:
     assert loaded(slime, args, [batch])["partition"] == [2, 0, 1]
-    assert runtime.current().positions_from == "partition"
+    assert runtime.current().loaded.positions_from == "partition"
 
 
 def test_each_rank_gets_its_own_partition(slime: Any, args: Any) -> None:
@@ -73,7 +76,7 @@ def test_positions_that_are_no_numbers_cost_the_dump_and_never_the_training(
     found = fake.loader().process_rollout_data(args, [{**batch, "partition": odd}], 0, 1)
     assert "partition" not in found
     assert runtime.status()["data-loader"].failures == 1
-    assert "data-loader failed" in str(runtime.current().take_failure())
+    assert "data-loader failed" in str(runtime.current().take_failures())
 
 
 def test_a_partition_of_another_length_is_not_put_back(slime: Any, args: Any, batch: Any) -> None:
@@ -88,7 +91,7 @@ def test_a_partition_of_another_length_is_not_put_back(slime: Any, args: Any, ba
     )
     runtime.instrument()
     assert "partition" not in fake.loader().process_rollout_data(args, [{**batch, "partition": [2, 0]}], 0, 1)
-    assert runtime.current().positions_from == "unknown"
+    assert runtime.current().loaded.positions_from == "unknown"
 
 
 def test_what_the_loader_raises_comes_through_and_the_next_load_is_clean(slime: Any, args: Any, batch: Any) -> None:
@@ -111,17 +114,73 @@ def test_without_a_dump_to_make_the_loaded_data_are_as_slime_has_them(
     assert "partition" not in loaded(slime, args, [batch])
 
 
-def test_the_stand_in_for_ray_is_ray_for_everybody_else(slime: Any) -> None:
-    fake = slime()
+WATCHED_LOADER = """
+    import ray
+    def process_rollout_data(args, rollout_data_ref, dp_rank, dp_size):
+        return args.then(lambda: ray.get(rollout_data_ref[dp_rank]))
+"""
+
+
+def test_ray_is_replaced_while_data_are_loaded_only(slime: Any, args: Any) -> None:
+    fake = slime(slime__utils__data=WATCHED_LOADER)
     runtime.instrument()
-    loader = fake.loader()
-    ray = sys.modules["ray"]
-    assert loader.ray.get({"partition": [1]}) == {"partition": [1]}
-    assert loader.ray == ray
-    assert pickle.loads(pickle.dumps(loader.ray)) is ray
-    assert isinstance(loader.ray, WatchedRay)
-    runtime.uninstrument()
+    loader, ray = fake.loader(), sys.modules["ray"]
+    seen: list[Any] = []
+
+    def look(get: Callable[[], Any]) -> Any:
+        seen.append((type(loader.ray) is WatchedRay, loader.ray == ray, pickle.loads(pickle.dumps(loader.ray)) is ray))
+        return get()
+
+    args.then = look
+    loader.process_rollout_data(args, [{"partition": [0], "total_lengths": [1]}], 0, 1)
+    assert seen == [(True, True, True)]
     assert loader.ray is ray
+
+
+def test_loads_in_several_threads_each_see_their_own_and_ray_is_back_after_the_last(slime: Any, args: Any) -> None:
+    fake = slime(slime__utils__data=WATCHED_LOADER.replace(
+        "return args.then", "rollout_data = args.then"
+    ) + "        rollout_data.pop('partition')\n        return rollout_data\n")  # fmt: skip
+    runtime.instrument()
+    loader, ray = fake.loader(), sys.modules["ray"]
+    barrier = threading.Barrier(4)
+
+    def together(get: Callable[[], Any]) -> Any:
+        barrier.wait(10)
+        found = get()
+        barrier.wait(10)
+        return found
+
+    args.then = together
+    boxes = [{"partition": [number], "total_lengths": [1]} for number in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda number: loader.process_rollout_data(args, boxes, number, 4), range(4)))
+    assert [each["partition"] for each in found] == [[0], [1], [2], [3]]
+    assert loader.ray is ray
+
+
+def test_data_that_another_thread_fetches_for_the_load_are_seen(slime: Any, args: Any) -> None:
+    fake = slime(slime__utils__data=WATCHED_LOADER.replace(
+        "return args.then", "rollout_data = args.then"
+    ) + "        rollout_data.pop('partition')\n        return rollout_data\n")  # fmt: skip
+    runtime.instrument()
+    with ThreadPoolExecutor(1) as pool:
+        args.then = lambda get: pool.submit(get).result()
+        found = fake.loader().process_rollout_data(args, [{"partition": [3], "total_lengths": [1]}], 0, 1)
+    assert found["partition"] == [3]
+
+
+def test_a_loader_without_ray_costs_the_positions_and_nothing_else(slime: Any, args: Any) -> None:
+    fake = slime(
+        slime__utils__data="""
+        def process_rollout_data(args, rollout_data_ref, dp_rank, dp_size):
+            return {"total_lengths": [1]}
+    """
+    )
+    runtime.instrument()
+    assert fake.loader().process_rollout_data(args, [], 0, 1) == {"total_lengths": [1]}
+    assert runtime.current().loaded.positions_from == "unknown"
+    assert runtime.status()["data-loader"].failures == 0
 
 
 # ---------------------------------------------------------------- v0.2.0
@@ -139,7 +198,7 @@ def whole(lengths: list[int]) -> dict[str, Any]:
 def test_v020_every_nth_sample_is_worked_out(slime: Any, args: Any, dp_rank: int) -> None:
     found = loaded(slime, args, whole([3, 5, 4, 6]), Form(loader="v020"), dp_rank=dp_rank, dp_size=2)
     assert found["partition"] == [dp_rank, dp_rank + 2]
-    assert runtime.current().positions_from == "reconstructed"
+    assert runtime.current().loaded.positions_from == "reconstructed"
 
 
 @pytest.mark.parametrize("per_prompt", [1, 2])
@@ -169,7 +228,7 @@ def test_v020_a_cut_that_the_lengths_do_not_prove_is_not_claimed(slime: Any, arg
     runtime.instrument()
     found = importlib.import_module("slime.utils.data").process_rollout_data(args, whole([3, 5, 4, 6]), 0, 2)
     assert "partition" not in found
-    assert runtime.current().positions_from == "unknown"
+    assert runtime.current().loaded.positions_from == "unknown"
 
 
 @pytest.mark.parametrize("missing", ["timer", "balance function", "lengths that agree"])
@@ -190,10 +249,88 @@ def test_v020_what_cannot_be_known_is_not_claimed(
         monkeypatch.setattr(loader, "Timer", lambda: SimpleNamespace())
     else:
         args.n_samples_per_prompt = 2
-        monkeypatch.setattr("slime_instrument._hooks.positions_v020._whole_batch_lengths", lambda: [3, 6, 4])
+        monkeypatch.setattr("slime_instrument._hooks.loading._whole_batch_lengths", lambda: [3, 6, 4])
     found = loader.process_rollout_data(args, whole([3, 5, 4, 6]), 0, 2)
     assert "partition" not in found
     assert runtime.status()["data-loader"].failures == 0
+
+
+# what v0.2.0 leaves behind, without a loader
+
+LENGTHS = [9, 4, 7, 7, 5, 6, 8, 3]
+
+
+def dealt(lengths: list[int], parts: int, equal_size: bool) -> list[list[int]]:
+    """A stand-in for slime's own balancing: longest first, dealt out in turn."""
+    assert equal_size
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    return [order[part::parts] for part in range(parts)]
+
+
+@pytest.fixture
+def v020(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What v0.2.0 leaves behind: the timer with the lengths of the whole batch, and its balancing function."""
+
+    class Timer:
+        seq_lens = LENGTHS
+
+    modules: dict[str, dict[str, Any]] = {
+        "slime.utils.timer": {"Timer": Timer},
+        "slime.utils.data": {"get_seqlen_balanced_partitions": dealt},
+    }
+    for name, attributes in modules.items():
+        module = ModuleType(name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def local(positions: list[int]) -> dict[str, Any]:
+    return {"total_lengths": [LENGTHS[position] for position in positions]}
+
+
+in_v020 = pytest.mark.usefixtures("v020")
+
+
+@in_v020
+def test_every_dp_sizeth_sample_without_balancing() -> None:
+    args = Namespace(balance_data=False)
+    assert reconstruct(args, local([1, 3, 5, 7]), 1, 2) == [1, 3, 5, 7]
+    assert reconstruct(args, local([2, 6]), 2, 4) == [2, 6]
+
+
+@in_v020
+def test_whole_groups_balanced_by_length() -> None:
+    args = Namespace(balance_data=True, n_samples_per_prompt=2)  # groups of 13, 14, 11 and 11 tokens
+    assert reconstruct(args, local([2, 3, 4, 5]), 0, 2) == [2, 3, 4, 5]
+    assert reconstruct(args, local([0, 1, 6, 7]), 1, 2) == [0, 1, 6, 7]
+
+
+@in_v020
+def test_samples_beyond_the_last_whole_group_are_on_no_rank() -> None:
+    args = Namespace(balance_data=True, n_samples_per_prompt=4)  # one group each of 27 and 22 tokens
+    assert reconstruct(args, local([0, 1, 2, 3]), 0, 2) == [0, 1, 2, 3]
+    args.n_samples_per_prompt = 3  # 20 and 18 tokens; 6 and 7 are left over
+    assert reconstruct(args, local([3, 4, 5]), 1, 2) == [3, 4, 5]
+
+
+@in_v020
+def test_nothing_is_claimed_where_the_lengths_contradict() -> None:
+    args = Namespace(balance_data=False)
+    assert reconstruct(args, local([0, 2, 4, 7]), 0, 2) is None
+    assert reconstruct(args, local([0, 2]), 0, 2) is None
+
+
+@in_v020
+def test_nothing_is_claimed_where_the_whole_batch_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "slime.utils.timer")
+    assert reconstruct(Namespace(balance_data=False), local([0, 2, 4, 6]), 0, 2) is None
+
+
+@in_v020
+def test_nothing_is_claimed_where_balancing_is_not_slimes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "slime.utils.data")
+    args = Namespace(balance_data=True, n_samples_per_prompt=2)
+    assert reconstruct(args, local([2, 3, 4, 5]), 0, 2) is None
 
 
 # ---------------------------------------------------------------- metrics

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import importlib
 import textwrap
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +17,9 @@ import pytest
 import torch
 
 from slime_instrument import _runtime as runtime
-from slime_instrument._capture import LOCAL_KEY, CaptureSession, current_session, enter, leave, policy_batch
 from slime_instrument._errors import SettingsError, TrainingPathError
-from slime_instrument._hooks import declared
+from slime_instrument._hooks import HOOKS
+from slime_instrument._hooks.capture import LOCAL_KEY, SESSIONS, CaptureSession, current_session, policy_loss
 
 from .fake_slime import ITERATOR, LOSS, Form
 
@@ -137,10 +139,11 @@ def test_keys_are_added_only_while_a_session_is_open(slime: Any, batch: Any) -> 
     iterator = fake.data.DataIterator(batch, 1)
     keys = ["tokens"]
     assert set(iterator.get_next(keys)) == {"tokens"}
-    handle = enter(CaptureSession(0, batch))
-    assert iterator.get_next(keys)["partition"] == [0]
-    assert iterator.get_next(keys=("tokens", "partition")).keys() == {"tokens", "partition"}
-    leave(handle)
+    with SESSIONS.opened(CaptureSession(0, batch)):
+        assert iterator.get_next(keys)["partition"] == [0]
+        assert iterator.get_next(keys=("tokens", "partition")).keys() == {"tokens", "partition"}
+        other = fake.data.DataIterator({"tokens": [1]}, 1)  # of another rollout, which has no positions
+        assert set(other.get_next(keys)) == {"tokens"}
     iterator.offset = 0
     assert set(iterator.get_next(keys)) == {"tokens"}
     assert keys == ["tokens"]  # the caller's own list
@@ -151,16 +154,16 @@ def test_the_loss_may_be_called_either_way(slime: Any, args: SimpleNamespace, ba
     fake = slime(Form(log_probs="dict"))
     runtime.instrument()
     session = CaptureSession(0, batch)
-    handle = enter(session)
     call: dict[str, Any] = {
         "args": args, "batch": batch, "logits": torch.ones(()), "sum_of_sample_mean": lambda x: x.sum(),
     }  # fmt: skip
-    if loss_call == "positional":
-        fake.loss.policy_loss_function(*call.values())
-    else:
-        fake.loss.policy_loss_function(**call)
+    with SESSIONS.opened(session):
+        if loss_call == "positional":
+            fake.loss.policy_loss_function(*call.values())
+        else:
+            fake.loss.policy_loss_function(**call)
+        assert policy_loss() is None
     collected = session.collected()
-    leave(handle)
     assert collected is not None
     assert [value.tolist() for value in collected[0] if value is not None] == [[24.0, 25.0], [], [14.0]]
 
@@ -169,35 +172,64 @@ def test_log_probs_outside_the_policy_loss_are_never_captured(slime: Any, batch:
     fake = slime()
     runtime.instrument()
     session = CaptureSession(0, batch)
-    handle = enter(session)
-    fake.loss.get_log_probs_and_entropy(
-        torch.ones(()), unconcat_tokens=batch["tokens"], total_lengths=[5, 3, 4], response_lengths=[2, 0, 1]
-    )
+    with SESSIONS.opened(session):
+        fake.loss.get_log_probs_and_entropy(
+            torch.ones(()), unconcat_tokens=batch["tokens"], total_lengths=[5, 3, 4], response_lengths=[2, 0, 1]
+        )
     assert session.collected() is None
-    leave(handle)
 
 
 def test_a_loss_that_raises_leaves_no_batch_behind(slime: Any, args: SimpleNamespace, batch: Any) -> None:
     fake = slime()
     runtime.instrument()
-    handle = enter(CaptureSession(0, batch))
     args.fail_in_loss = 1
-    with pytest.raises(FloatingPointError):
-        fake.loss.policy_loss_function(args, batch, torch.ones(()), torch.sum)
-    assert policy_batch() is None
-    leave(handle)
+    with SESSIONS.opened(CaptureSession(0, batch)):
+        with pytest.raises(FloatingPointError):
+            fake.loss.policy_loss_function(args, batch, torch.ones(()), torch.sum)
+        assert policy_loss() is None
 
 
-def test_a_session_is_seen_by_its_own_thread_only(slime: Any, args: SimpleNamespace, batch: Any) -> None:
+ELSEWHERE: dict[str, Callable[[Callable[[], Any]], Any]] = {
+    "fresh context": lambda call: contextvars.Context().run(call),
+    "thread": lambda call: ThreadPoolExecutor(1).submit(call).result(),
+}
+
+
+@pytest.mark.parametrize("how", ELSEWHERE)
+@pytest.mark.parametrize("what", ["train_one_step", "the loss", "the log-probs"])
+def test_what_trains_in_another_thread_or_context_is_captured(
+    slime: Any, trainer: Any, batch: Any, load: Load, monkeypatch: pytest.MonkeyPatch, how: str, what: str
+) -> None:
     fake = slime()
     runtime.instrument()
-    handle = enter(CaptureSession(0, batch))
-    seen: list[Any] = []
-    thread = threading.Thread(target=lambda: seen.append(set(fake.data.DataIterator(batch, 1).get_next(["tokens"]))))
-    thread.start()
-    thread.join()
-    leave(handle)
-    assert seen == [{"tokens"}]
+    actor = trainer()
+    owners = {
+        "train_one_step": (fake.actor, "train_one_step"),
+        "the loss": (fake.model, "policy_loss_function"),
+        "the log-probs": (fake.loss, "get_log_probs_and_entropy"),
+    }
+    real = getattr(*owners[what])
+    monkeypatch.setattr(*owners[what], lambda *a, **k: ELSEWHERE[how](lambda: real(*a, **k)))
+    actor.train(0, [batch])
+    dump = load()
+    assert {s["rollout_position"]: s["log_probs"].tolist() for s in dump["samples"]} == EXPECTED
+    assert policy_loss() is current_session() is None
+
+
+def test_two_rollouts_at_once_in_contexts_of_their_own_are_dumped_without_log_probs_and_say_so(
+    slime: Any, trainer: Any, batch: Any, args: Any, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = slime()
+    args.loss_type = "policy_loss"
+    runtime.instrument()
+    actor = trainer()
+    real = fake.actor.train_one_step
+    monkeypatch.setattr(fake.actor, "train_one_step", lambda *a: contextvars.Context().run(real, *a))
+    with SESSIONS.opened(CaptureSession(7, copy.deepcopy(batch))):
+        actor.train(0, [batch])
+    dump = load()
+    assert "log_probs" not in dump["samples"][0]
+    assert "not called through its hook" in dump["dp_shards"][0]["provenance"]["log_probs"]
 
 
 def test_each_thread_that_trains_captures_its_own(slime: Any, trainer: Any, batch: Any, args: Any, load: Load) -> None:
@@ -345,7 +377,8 @@ def test_calls_outside_any_session_cost_nothing_and_change_nothing(slime: Any, a
 
 
 def test_every_declared_patch_has_a_name_of_its_own_and_says_what_a_failure_costs() -> None:
-    names = [patch.name for patch in declared()]
-    assert len(names) == len(set(names)) >= 9
-    groups = {patch.group for patch in declared()}
-    assert all(need in groups for patch in declared() for need in patch.needs)
+    names = [patch.name for patch in HOOKS]
+    assert len(names) == len(set(names)) == 10
+    assert all(patch.on_failure.endswith(".") for patch in HOOKS)
+    groups = {patch.group for patch in HOOKS}
+    assert all(need in groups for patch in HOOKS for need in patch.needs)

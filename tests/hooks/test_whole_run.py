@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from slime_instrument import _runtime as runtime
-from slime_instrument._capture import LOCAL_KEY, CaptureSession, current_session
 from slime_instrument._errors import DumpError
+from slime_instrument._hooks.capture import LOCAL_KEY, CaptureSession, current_session
 
 from .fake_slime import FakeSlime, Form
 
@@ -140,7 +140,7 @@ def test_only_every_nth_rollout_is_dumped_and_nothing_happens_in_the_others(
         fake.loss.SEEN.clear()
         actor.train(rollout_id, [batch])
         assert any("partition" in keys for keys in fake.loss.SEEN) is (rollout_id in (0, 1, 3))
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["0.pt", "1.pt", "3.pt"]
+    assert dumps_in(tmp_path / "out") == ["0.pt", "1.pt", "3.pt"]
     assert fake.dump().NATIVE == []
 
 
@@ -217,28 +217,33 @@ def test_a_failing_rollout_leaves_nothing_and_the_next_one_is_dumped_as_ever(
 
 
 FAULTS = {
-    "data-loader": "slime_instrument._hooks.data_loader.megatron_is_up",
-    "data-loader, after": "slime_instrument._hooks.data_loader.reconstruct",
-    "micro-batches": "slime_instrument._hooks.micro_batches.Advice",
-    "policy-loss": "slime_instrument._hooks.policy_loss.enter_policy_loss",
-    "log-probs": "slime_instrument._hooks.policy_loss.per_sample",
-    "train-actor": "slime_instrument._hooks.train_actor.CaptureSession",
-    "train-actor, cleanup": "slime_instrument._hooks.train_actor.drain_native_capture",
-    "train-dump": "slime_instrument._hooks.train_dump.megatron_is_up",
-    "describe": "slime_instrument._dump.pipeline.contribute",
-    "restore": "slime_instrument._dump.pipeline.own_shard",
-    "build": "slime_instrument._dump.pipeline.build_payload",
-    "write": "slime_instrument._dump.pipeline.write_atomically",
+    "data-loader": "slime_instrument._hooks.loading.megatron_is_up",
+    "data-loader, after": "slime_instrument._hooks.loading.reconstruct",
+    "micro-batches": "slime_instrument._patching.patch.Call.__setitem__",
+    "policy-loss": "slime_instrument._hooks.training.PolicyLoss",
+    "log-probs": "slime_instrument._hooks.training.per_sample",
+    "train-actor": "slime_instrument._hooks.training.CaptureSession",
+    "train-actor, cleanup": "slime_instrument._hooks.training.drain_native_capture",
+    "train-dump": "slime_instrument._hooks.dump.megatron_is_up",
+    "train-dump, inside": "slime_instrument._hooks.dump.Seen",
+    "describe": "slime_instrument._dump.dumper.contribute",
+    "restore": "slime_instrument._dump.exchange.put_together",
+    "build": "slime_instrument._dump.dumper.build_payload",
+    "write": "slime_instrument._dump.dumper.write_dump",
 }
 WITHOUT_LOSS = {"train-actor, cleanup"}  # the dump is written before it
+
+
+def dumps_in(folder: Path) -> list[str]:
+    """What stands there beside the journal."""
+    return sorted(path.name for path in folder.iterdir() if path.name != "instrument.jsonl")
 
 
 def inject(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("ours")
 
-    module, _, name = FAULTS[fault].rpartition(".")
-    monkeypatch.setattr(importlib.import_module(module), name, fail)
+    monkeypatch.setattr(FAULTS[fault], fail)
 
 
 def rollout(loader: str, batch: Any) -> Any:
@@ -259,7 +264,7 @@ def test_lenient_whatever_fails_in_us_training_goes_on_and_no_part_of_a_dump_is_
     with monkeypatch.context() as patched:
         inject(patched, fault)
         assert actor.train(0, rollout(loader, batch)) == "trained"
-    written = [path.name for path in (tmp_path / "out").iterdir()]
+    written = dumps_in(tmp_path / "out")
     assert written == (["0.pt"] if fault in WITHOUT_LOSS else [])
     if fault not in ("train-dump",):  # before it could say whether the dump is ours, slime's own runs
         assert fake.dump().NATIVE == []
@@ -316,7 +321,7 @@ def test_after_repeated_failures_the_layer_steps_out_and_slimes_own_dump_never_t
     assert states()["train-dump"] == "FAILED"
     assert "ZeroDivisionError: ours" in runtime.status()["train-dump"].reason
     assert states()["train-actor"] == states()["log-probs"] == "SKIPPED"
-    assert (fake.dump().NATIVE, list((tmp_path / "out").iterdir())) == ([], [])
+    assert (fake.dump().NATIVE, dumps_in(tmp_path / "out")) == ([], [])
     assert all("partition" not in keys for keys in fake.data.LOGGED)
 
 
@@ -352,13 +357,13 @@ def test_a_capture_that_fails_in_every_rollout_takes_the_whole_layer_out(
             raise ZeroDivisionError("ours")
         return result[1]["log_probs"]
 
-    monkeypatch.setattr("slime_instrument._hooks.policy_loss.per_sample", fail)
+    monkeypatch.setattr("slime_instrument._hooks.training.per_sample", fail)
     for rollout_id in range(4):
         taken.clear()
         actor.train(rollout_id, [batch])
     assert states()["train-dump"] == "FAILED"
     assert "log-probs failed: ZeroDivisionError: ours" in runtime.status()["train-dump"].reason
-    assert (taken, list((tmp_path / "out").iterdir()), fake.dump().NATIVE) == ([], [], [])
+    assert (taken, dumps_in(tmp_path / "out"), fake.dump().NATIVE) == ([], [], [])
 
 
 def test_a_failure_in_a_rollout_that_is_not_due_does_not_cost_the_next_dump(

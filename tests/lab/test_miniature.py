@@ -58,7 +58,7 @@ def test_leaving_out_the_gather_over_context_parallel_ranks_is_noticed(single: L
     plugin = tmp_path / "broken.py"
     plugin.write_text(
         "import torch\n"
-        "from slime_instrument.lab.attention import PackedAttention\n"
+        "from slime_instrument.lab._attention import PackedAttention\n"
         "PackedAttention.gather = lambda self, shard: torch.stack([shard] * self.cp_group.size())\n"
     )
     broken = train(LabOptions(out=tmp_path / "out", cp=2, dp=2, plugin=plugin, **OLD_LOG_PROBS))

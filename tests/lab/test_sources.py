@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slime_instrument.lab import default_source, find_sources, source_version
-from slime_instrument.lab.sources import MINIATURE
+from slime_instrument.lab._sources import MINIATURE
 
 
 def checkout_in(folder: Path) -> Path:

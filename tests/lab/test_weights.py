@@ -19,7 +19,7 @@ def seeded(monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, int], *
     # Not at the top: collecting this file would import Megatron for all tests. It warns of what is not installed.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from slime_instrument.lab import weights
+        from slime_instrument.lab import _weights
 
     groups = {
         "get_tensor_model_parallel_world_size": tp,
@@ -28,13 +28,13 @@ def seeded(monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, int], *
         "get_expert_tensor_parallel_rank": rank if etp > 1 else 0,
     }
     for function, value in groups.items():
-        monkeypatch.setattr(weights.mpu, function, lambda value=value: value)
+        monkeypatch.setattr(_weights.mpu, function, lambda value=value: value)
     parameter = torch.zeros(shape)
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     parameter.partition_dim, parameter.partition_stride = 0, 1  # type: ignore[attr-defined]
     module = Namespace(named_params_and_buffers=lambda *_, **__: [(name, parameter)])
     actor = Namespace(model=None, weights_backuper=Namespace(backup=lambda tag: None))
-    weights.set_by_name(module, Namespace(swiglu=False, bf16=False), actor, "actor")
+    _weights.set_by_name(module, Namespace(swiglu=False, bf16=False), actor, "actor")
     return parameter
 
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from slime_instrument._analysis.compare import compare
-from slime_instrument._format.records import RolloutDump, TrainDump
-from slime_instrument._live.alert import METRICS
-from slime_instrument._live.measure import flat, measure_payload
+from slime_instrument._format.dumps import RolloutDump, TrainDump
+from slime_instrument._live.measure import measure_payload
 
 from .dumps import payload
 
@@ -30,23 +29,23 @@ def test_the_figures_are_those_that_compare_gives() -> None:
     train = TrainDump((path,), "train-v2", 2, 4, 0, content["samples"], content["dp_shards"])
     expected = compare(RolloutDump(path, "rollout", 4, source), train)
     found = measure_payload(content, path)
-    assert found["n_tokens"] == expected["n_tokens"] == 8 * 30 - 2
-    assert found["excluded"] == expected["excluded"]
-    assert [one["code"] for one in found["findings"]] == [one["code"] for one in expected["findings"]]
-    assert "non-finite" in [one["code"] for one in found["findings"]]
-    assert flat(found) == flat(expected)
-    assert flat(found)["abs_diff.mean"] == pytest.approx(0.3, abs=0.01)
+    assert found.metrics.n_tokens == expected.n_tokens == 8 * 30 - 2
+    assert found.metrics.excluded == expected.metrics.excluded
+    assert [one.code for one in found.findings] == [one.code for one in expected.findings]
+    assert "non-finite" in [one.code for one in found.findings]
+    assert found.metrics.flat() == expected.metrics.flat()
+    assert found.metrics.flat()["abs_diff.mean"] == pytest.approx(0.3, abs=0.01)
 
 
 def test_every_metric_that_can_be_named_in_an_alert_has_a_value() -> None:
-    assert [name for name, value in flat(measure_payload(payload(), Path("4.pt"))).items() if value is None] == []
-    assert tuple(flat({})) == METRICS
+    values = measure_payload(payload(), Path("4.pt")).metrics.flat()
+    assert [name for name, value in values.items() if value is None] == []
 
 
 def test_a_large_dump_is_measured_on_evenly_spaced_samples() -> None:
     found = measure_payload(payload(n=10, length=20), Path("4.pt"), most_tokens=50)
-    assert (found["n_samples"], found["n_samples_measured"], found["n_tokens"]) == (10, 3, 60)
-    assert measure_payload(payload(n=10, length=20), Path("4.pt"), most_tokens=200)["n_samples_measured"] == 10
+    assert (found.n_samples, found.n_samples_measured, found.metrics.n_tokens) == (10, 3, 60)
+    assert measure_payload(payload(n=10, length=20), Path("4.pt"), most_tokens=200).n_samples_measured == 10
 
 
 @pytest.mark.parametrize("missing", ["rollout_log_probs", "log_probs", "everything"])
@@ -57,8 +56,8 @@ def test_without_both_log_probs_there_are_no_values_and_no_zeros(missing: str) -
     for sample in content["samples"]:
         del sample[missing]
     found = measure_payload(content, Path("4.pt"))
-    assert (found["n_tokens"], found["findings"]) == (0, [])
-    assert set(flat(found).values()) == {None}
+    assert (found.metrics.n_tokens, found.findings) == (0, ())
+    assert set(found.metrics.flat().values()) == {None}
 
 
 def test_it_brings_nothing_into_training_that_does_not_belong_there() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from slime_instrument._live.alert import parse_alerts
 from slime_instrument._live.watch import LiveMetrics, append_line, metrics_file, report_command
 from slime_instrument._settings import Settings
+from slime_instrument._thresholds import parse_thresholds
 
 from .dumps import payload
 
@@ -111,7 +111,7 @@ def test_a_finding_is_said_when_it_first_appears(
 def test_an_alert_names_the_metric_and_the_command(
     tracker: Tracker, args: SimpleNamespace, caplog: pytest.LogCaptureFixture, metrics: bool
 ) -> None:
-    live = LiveMetrics(Settings(metrics=metrics, alert=parse_alerts("abs_diff.mean>0.05,ess<0.1")))
+    live = LiveMetrics(Settings(metrics=metrics, alert=parse_thresholds("abs_diff.mean>0.05,ess<0.1")))
     with caplog.at_level(logging.WARNING, "slime_instrument"):
         run(live, args, rollout_id=1)
         run(live, args, rollout_id=2, off=0.25)
@@ -130,7 +130,7 @@ def test_an_alert_names_the_metric_and_the_command(
 def test_a_failure_is_logged_once_and_never_raised(
     tracker: Tracker, args: SimpleNamespace, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
-    live = LiveMetrics(Settings(metrics=True, alert=parse_alerts("abs_diff.max>0")))
+    live = LiveMetrics(Settings(metrics=True, alert=parse_thresholds("abs_diff.max>0")))
     content = payload()
     if where == "tracker":
         tracker.error = RuntimeError("no run is active")

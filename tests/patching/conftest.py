@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_instrument._patching.declaration import Patch
 from slime_instrument._patching.failures import FailurePolicy
+from slime_instrument._patching.patch import Patch
 from slime_instrument._patching.patcher import Patcher
 
 from .world import World

@@ -13,7 +13,7 @@ import wrapt
 
 from slime_instrument._patching.patcher import Patcher
 
-from .world import World, patch, same, tagging
+from .world import World, doing, patch, same, tagging
 
 Make = Callable[..., Patcher]
 
@@ -94,12 +94,12 @@ def test_an_attribute_that_a_module_makes_on_demand_is_not_left_behind(world: Wo
 def test_the_first_alternative_that_exists_is_taken(world: World, patcher: Make) -> None:
     world.write("old_home", "def function(a): return a")
     world.write("new_home", "def unrelated(a): return a")
-    ours = patcher(patch("new_home:function old_home:function", tagging("seen"), relies_on=("a",)))
+    ours = patcher(patch("new_home:function old_home:function", tagging("seen"), takes=("a",)))
     ours.arm()
     world.load("new_home")
-    assert ours.records["it"].state == "PENDING"
+    assert ours["it"].state == "PENDING"
     assert world.load("old_home").function(1) == ("seen", 1)
-    assert str(ours.records["it"].target) == "old_home.function"
+    assert str(ours["it"].target) == "old_home.function"
 
 
 def test_only_one_of_two_alternatives_is_wrapped(world: World, patcher: Make) -> None:
@@ -131,18 +131,18 @@ def test_what_does_not_fit_is_incompatible_and_the_reason_names_it(
 ) -> None:
     world.make("target", source)
     before = world.snapshot()
-    ours = patcher(patch(f"target:{attribute}", relies_on=("rollout_id", "keys")))
+    ours = patcher(patch(f"target:{attribute}", takes=("rollout_id", "keys")))
     ours.arm()
-    assert (str(ours.records["it"].state), ours.records["it"].reason) == ("INCOMPATIBLE", reason)
+    assert (str(ours["it"].state), ours["it"].reason) == ("INCOMPATIBLE", reason)
     assert same(before, world.snapshot())
 
 
 def test_the_reason_names_every_alternative_that_was_looked_at(world: World, patcher: Make) -> None:
     world.make("one", "def function(a): pass")
     world.make("two", "")
-    ours = patcher(patch("one:function two:function", relies_on=("b",)))
+    ours = patcher(patch("one:function two:function", takes=("b",)))
     ours.arm()
-    assert ours.records["it"].reason == "one.function takes (a); expected also b; two has no function"
+    assert ours["it"].reason == "one.function takes (a); expected also b; two has no function"
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,11 @@ def test_keyword_only_and_open_signatures_fit(world: World, patcher: Make, sourc
     target = world.make("target", source)
     seen: list[Any] = []
     patcher(
-        patch("target:function", lambda call: seen.append((call["a"], call.get("b", "default"))), relies_on=("a",))
+        patch(
+            "target:function",
+            doing(before=lambda call: seen.append((call["a"], call.get("b", "default")))),
+            takes=("a",),
+        )
     ).arm()
     target.function(a=1)
     target.function(a=1, b=9)
@@ -162,7 +166,8 @@ def test_keyword_only_and_open_signatures_fit(world: World, patcher: Make, sourc
 def test_a_keyword_only_parameter_is_never_read_from_the_extra_positional_ones(world: World, patcher: Make) -> None:
     target = world.make("target", "def function(a, *more, b=2): return a, more, b")
     seen: list[Any] = []
-    patcher(patch("target:function", lambda call: seen.append(call.get("b", "default")), relies_on=("a", "b"))).arm()
+    look = doing(before=lambda call: seen.append(call.get("b", "default")))
+    patcher(patch("target:function", look, takes=("a", "b"))).arm()
     assert target.function(1, 7, 8) == (1, (7, 8), 2)
     assert seen == ["default"]
 
@@ -197,16 +202,16 @@ def test_a_wrapper_put_on_top_of_ours_is_reported_and_survives_our_removal(
     top = vars(holder)[name]
     assert call() == ("top", ("ours", 3))
     ours.look_for_drift()
-    assert str(ours.records["it"].state) == "DRIFTED"
-    assert "was wrapped again" in ours.records["it"].reason
+    assert str(ours["it"].state) == "DRIFTED"
+    assert "was wrapped again" in ours["it"].reason
     ours.disarm()
     assert call() == ("top", 3)
     assert vars(holder)[name] is top
     if tool is wrapt_wrapper:
         assert top.__wrapped__ is original
-        assert "removed from below" in ours.records["it"].reason
+        assert "removed from below" in ours["it"].reason
     else:
-        assert "made inert below" in ours.records["it"].reason
+        assert "made inert below" in ours["it"].reason
 
 
 def test_two_wrapt_wrappers_on_top_are_kept_and_ours_is_taken_out_from_below_both(world: World, patcher: Make) -> None:
@@ -239,11 +244,11 @@ def test_when_the_wrapper_on_top_goes_away_the_patch_is_active_again(world: Worl
     ours.look_for_drift()
     target.function = ours_wrapper
     ours.look_for_drift()
-    assert str(ours.records["it"].state) == "ACTIVE"
+    assert str(ours["it"].state) == "ACTIVE"
     target.function = lambda a, b=2: "somebody else's"
     ours.look_for_drift()
-    assert str(ours.records["it"].state) == "DRIFTED"
-    assert "bypassed" in ours.records["it"].reason
+    assert str(ours["it"].state) == "DRIFTED"
+    assert "bypassed" in ours["it"].reason
 
 
 def test_a_replaced_target_is_drifted_and_stays_replaced_after_removal(world: World, patcher: Make) -> None:
@@ -252,10 +257,10 @@ def test_a_replaced_target_is_drifted_and_stays_replaced_after_removal(world: Wo
     ours.arm()
     target.function = replacement = lambda a: "new"
     ours.look_for_drift()
-    assert "was replaced by" in ours.records["it"].reason
+    assert "was replaced by" in ours["it"].reason
     ours.disarm()
     assert target.function is replacement
-    assert ours.records["it"].reason == "removed; the target had been replaced"
+    assert ours["it"].reason == "removed; the target had been replaced"
 
 
 def test_a_deleted_target_is_drifted_and_stays_deleted(world: World, patcher: Make) -> None:
@@ -264,7 +269,7 @@ def test_a_deleted_target_is_drifted_and_stays_deleted(world: World, patcher: Ma
     ours.arm()
     del target.function
     ours.look_for_drift()
-    assert ours.records["it"].reason == "target.function is gone; this patch is bypassed"
+    assert ours["it"].reason == "target.function is gone; this patch is bypassed"
     ours.disarm()
     assert not hasattr(target, "function")
 
@@ -277,7 +282,7 @@ def test_arming_again_never_acts_twice_although_an_old_wrapper_is_still_called(w
     target.function = lambda a, b=2: below(a, b)  # a wrapper that does not say what it wraps
     ours.arm()
     assert target.function(1) == ("ours", 3)
-    assert ours.records["it"].calls == 1
+    assert ours["it"].calls == 1
 
 
 # ---------------------------------------------------------------- reload
@@ -301,10 +306,10 @@ def test_a_reloaded_module_is_drifted_and_arming_again_patches_it(
         del sys.modules["target"]
         new = world.load("target")
     ours.look_for_drift()
-    assert (str(ours.records["it"].state), "bypassed" in ours.records["it"].reason) == ("DRIFTED", True)
+    assert (str(ours["it"].state), "bypassed" in ours["it"].reason) == ("DRIFTED", True)
     fresh = world.snapshot()
     ours.arm()
-    assert str(ours.records["it"].state) == "ACTIVE"
+    assert str(ours["it"].state) == "ACTIVE"
     calls: dict[str, Callable[[], Any]] = {
         "function": lambda: new.function(1, 1),
         "Thing.method": lambda: new.Thing().method(1),

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from slime_instrument._patching.declaration import Advice, Patch, Target
+from slime_instrument._patching.patch import Patch, Target
 from slime_instrument._patching.patcher import Patcher
 
-from .world import World, patch, same, tagging
+from .world import World, doing, patch, same, tagging
 
 Make = Callable[..., Patcher]
 
 
 def states(patcher: Patcher) -> dict[str, str]:
-    return {record.patch.name: str(record.state) for record in patcher}
+    return {each.patch.name: str(each.state) for each in patcher}
 
 
 def two(*, second: str = "target:b", **more: Any) -> tuple[Patch, Patch]:
@@ -35,7 +35,7 @@ def test_a_group_with_a_misfit_is_not_applied_at_all(world: World, patcher: Make
     before = world.snapshot()
     ours.arm()
     assert states(ours) == {"a": "SKIPPED", "b": "INCOMPATIBLE"}
-    assert ours.records["a"].reason == "steps back together with 'b'"
+    assert ours["a"].reason == "steps back together with 'b'"
     assert target.a(1) == 1
     assert same(before, world.snapshot())
 
@@ -77,7 +77,7 @@ def test_groups_that_need_a_broken_one_step_back_through_a_chain(world: World, p
     )
     ours.arm()
     assert states(ours) == {"c": "SKIPPED", "b": "SKIPPED", "a": "INCOMPATIBLE", "free": "ACTIVE"}
-    assert ours.records["c"].reason == "steps back together with 'a'"
+    assert ours["c"].reason == "steps back together with 'a'"
 
 
 def test_a_need_that_is_not_there_breaks_only_those_that_need_it(world: World, patcher: Make) -> None:
@@ -92,7 +92,7 @@ def test_a_patch_that_is_not_needed_breaks_nothing(world: World, patcher: Make) 
     ours = patcher(*two(unneeded=lambda module: "slime does it itself" if hasattr(module, "a") else None))
     ours.arm()
     assert states(ours) == {"a": "ACTIVE", "b": "SKIPPED"}
-    assert ours.records["b"].reason == "slime does it itself"
+    assert ours["b"].reason == "slime does it itself"
     assert target.b(1) == 1
 
 
@@ -105,7 +105,7 @@ def test_a_patch_that_keeps_failing_takes_its_group_and_dependants_off(world: Wo
 
     ours = patcher(
         patch("target:a", tagging("a"), name="a"),
-        patch("target:b", fail, name="b"),
+        patch("target:b", doing(before=fail), name="b"),
         patch("target:c", tagging("c"), name="c", group="dependant", needs=("g",)),
         limit=2,
     )
@@ -118,15 +118,15 @@ def test_a_patch_that_keeps_failing_takes_its_group_and_dependants_off(world: Wo
     assert same(before, world.snapshot())
 
 
-def test_a_held_target_stays_held_when_a_companion_fails_for_good(world: World, patcher: Make) -> None:
+def test_a_target_that_was_taken_over_stays_so_when_a_companion_fails_for_good(world: World, patcher: Make) -> None:
     target = world.make("target", AB)
 
     def fail(_: Any) -> None:
         raise ValueError("ours")
 
     ours = patcher(
-        patch("target:a", fail, name="a"),
-        patch("target:b", lambda call: Advice(instead=str), name="b", hold=True),
+        patch("target:a", doing(before=fail), name="a"),
+        patch("target:b", instead=lambda call: "", name="b"),
         limit=1,
     )
     ours.arm()
@@ -143,8 +143,8 @@ def test_stepping_back_from_inside_a_call_of_the_group_lets_the_call_finish(worl
         raise ValueError("ours")
 
     ours = patcher(
-        patch("target:inner", fail, name="inner"),
-        patch("target:outer", lambda call: Advice(cleanup=lambda: closed.append("closed")), name="outer"),
+        patch("target:inner", doing(before=fail), name="inner"),
+        patch("target:outer", doing(cleanup=lambda call: closed.append("closed")), name="outer"),
         limit=1,
     )
     ours.arm()
@@ -153,46 +153,46 @@ def test_stepping_back_from_inside_a_call_of_the_group_lets_the_call_finish(worl
     assert states(ours) == {"inner": "FAILED", "outer": "SKIPPED"}
 
 
-def test_settling_makes_what_cannot_appear_any_more_incompatible(world: World, patcher: Make) -> None:
+def test_finalizing_makes_what_cannot_appear_any_more_incompatible(world: World, patcher: Make) -> None:
     target = world.make("target", AB)
     ours = patcher(*two(second="never_imported:b"))
     ours.arm()
     assert target.a(1) == ("a", 1)
-    assert not ours.stands("g")
-    ours.settle()
+    assert not ours.is_active("g")
+    ours.finalize()
     assert states(ours) == {"a": "SKIPPED", "b": "INCOMPATIBLE"}
-    assert ours.records["b"].reason == "none of its modules is imported"
+    assert ours["b"].reason == "none of its modules is imported"
     assert target.a(1) == 1
 
 
-def test_a_group_stands_when_all_that_matters_of_it_is_in_place(world: World, patcher: Make) -> None:
+def test_a_group_is_active_when_all_that_matters_of_it_is_in_place(world: World, patcher: Make) -> None:
     world.make("target", AB)
     ours = patcher(*two(second="target:missing", optional=True))
-    assert not ours.stands("g")
+    assert not ours.is_active("g")
     ours.arm()
-    assert ours.stands("g")
-    assert not ours.stands("unheard of")
+    assert ours.is_active("g")
+    assert not ours.is_active("unheard of")
 
 
 def test_states_go_from_disabled_to_pending_to_active_to_removed(world: World, patcher: Make) -> None:
     ours = patcher(patch("target:a other:a"))
-    record = ours.records["it"]
-    assert (str(record.state), record.reason) == ("DISABLED", "not armed in this process")
+    it = ours["it"]
+    assert (str(it.state), it.reason) == ("DISABLED", "not armed in this process")
     ours.arm()
-    assert (str(record.state), record.reason) == ("PENDING", "waiting for the import of target or other")
+    assert (str(it.state), it.reason) == ("PENDING", "waiting for the import of target or other")
     world.make("target", AB)
-    assert (str(record.state), record.reason) == ("ACTIVE", "wrapped")
+    assert (str(it.state), it.reason) == ("ACTIVE", "wrapped")
     ours.disarm()
-    assert (str(record.state), record.reason) == ("REMOVED", "removed")
+    assert (str(it.state), it.reason) == ("REMOVED", "removed")
     ours.disarm()
-    assert (str(record.state), record.reason) == ("REMOVED", "removed")
+    assert (str(it.state), it.reason) == ("REMOVED", "removed")
 
 
 def test_a_patch_that_never_applied_says_so_when_removed(patcher: Make) -> None:
     ours = patcher(patch("never_imported:a"))
     ours.arm()
     ours.disarm()
-    assert ours.records["it"].reason == "was PENDING: waiting for the import of never_imported"
+    assert ours["it"].reason == "was PENDING: waiting for the import of never_imported"
 
 
 def test_calls_are_counted_from_arming_on_also_when_idle(world: World, patcher: Make) -> None:
@@ -202,16 +202,16 @@ def test_calls_are_counted_from_arming_on_also_when_idle(world: World, patcher: 
     ours.arm()
     for _ in range(5):
         target.a(1)
-    assert ours.records["it"].calls == 5
-    assert ours.records["it"].as_dict()["calls"] == 5
+    assert ours["it"].calls == 5
+    assert ours["it"].snapshot().as_dict()["calls"] == 5
 
 
 @pytest.mark.parametrize(
     "more",
-    [{"targets": ()}, {"before": None}, {"replace": lambda original: original}],
+    [{"targets": ()}, {"around": None}, {"instead": lambda call: None}],
     ids=["no target", "none", "both"],
 )
 def test_a_declaration_that_makes_no_sense_is_refused(more: dict[str, Any]) -> None:
-    good = {"name": "it", "group": "g", "targets": (Target("m", "f"),), "before": lambda call: None}
+    good = {"name": "it", "group": "g", "targets": (Target("m", "f"),), "around": doing()}
     with pytest.raises(TypeError, match="'it' needs targets"):
         Patch(**{**good, **more})

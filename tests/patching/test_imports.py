@@ -26,7 +26,7 @@ def test_a_target_that_is_half_imported_is_patched_at_the_end_of_its_import(
 
     def arm() -> None:
         ours.arm()
-        states.append(str(ours.records["it"].state))
+        states.append(str(ours["it"].state))
 
     monkeypatch.setattr(sys, "arm_for_test", arm, raising=False)
     world.write("target", "import sys\nsys.arm_for_test()\ndef function(a): return a\n")
@@ -68,7 +68,7 @@ def test_a_failing_import_fails_with_its_own_error_and_the_retry_is_patched(
     )
     with pytest.raises(LookupError, match="no CUDA"):
         world.load("target")
-    assert str(ours.records["it"].state) == "PENDING"
+    assert str(ours["it"].state) == "PENDING"
     monkeypatch.setattr(sys, "target_is_broken", False)
     assert world.load("target").function(1) == ("seen", 1)
 
@@ -91,7 +91,7 @@ def test_an_exception_in_a_hook_of_ours_never_reaches_the_import(
     ours.arm()
     target = world.make("target", "def function(a): return a\ndef other(a): return a\n")
     assert target.function(1) == 1
-    assert (str(ours.records["it"].state), ours.records["it"].reason) == (
+    assert (str(ours["it"].state), ours["it"].reason) == (
         "FAILED",
         "could not be applied: ZeroDivisionError: ours",
     )
@@ -113,7 +113,7 @@ def test_a_patch_that_fails_half_way_leaves_nothing_behind(
     ours = patcher(patch("target:function", tagging("seen")))
     ours.arm()
     assert target.function is user.function is original
-    assert str(ours.records["it"].state) == "FAILED"
+    assert str(ours["it"].state) == "FAILED"
 
 
 def test_a_hook_that_raises_is_logged_and_swallowed(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -151,4 +151,4 @@ def test_targets_imported_by_many_threads_at_once_are_patched_once(world: World,
     for thread in threads:
         thread.join()
     assert results == [("seen", 1)] * 8
-    assert ours.records["it"].calls == 8
+    assert ours["it"].calls == 8

@@ -9,16 +9,16 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from slime_instrument._errors import DumpError, SettingsError, TrainingPathError
-from slime_instrument._patching.declaration import Advice, Call
+from slime_instrument._patching.patch import Call
 from slime_instrument._patching.patcher import Patcher
 
-from .world import World, patch, tagging
+from .world import World, doing, patch, tagging
 
 Make = Callable[..., Patcher]
 
@@ -40,19 +40,13 @@ def broken(*_: Any) -> Any:
     raise ZeroDivisionError("ours")
 
 
-def advice(where: str) -> Callable[[Call], Advice | None]:
-    if where == "before":
-        return broken
-    return lambda call: Advice(**{where: broken})
-
-
 STEPS = ["before", "after", "cleanup", "idle"]
 
 
 def step_patch(where: str, **more: Any) -> Any:
     if where == "idle":
         return patch("target:function", tagging("seen"), idle=broken, **more)
-    return patch("target:function", advice(where), **more)
+    return patch("target:function", doing(**{where: broken}), **more)
 
 
 @pytest.mark.parametrize("where", STEPS)
@@ -67,7 +61,7 @@ def test_a_failing_step_of_ours_never_changes_the_result(world: World, patcher: 
 def test_strict_mode_raises_our_own_type_chained_to_what_failed(world: World, patcher: Make, where: str) -> None:
     target = world.make("target", TARGET)
     patcher(step_patch(where), strict=True).arm()
-    with pytest.raises(DumpError, match="it failed: ours") as raised:
+    with pytest.raises(DumpError, match="it failed: ZeroDivisionError: ours") as raised:
         target.function("x")
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert len(target.calls) == (1 if where in ("after", "cleanup") else 0)
@@ -85,14 +79,14 @@ def test_the_targets_own_exception_is_never_masked(world: World, patcher: Make, 
     assert raised.value.__cause__ is None
     assert raised.value.__context__ is None
     assert traceback.extract_tb(raised.value.__traceback__)[-1].name == "function"
-    assert ours.records["it"].failures == (1 if where == "cleanup" else 0)
+    assert ours["it"].failures == (1 if where == "cleanup" else 0)
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exception_of_the_target_comes_through_as_the_same_object(world: World, patcher: Make, strict: bool) -> None:
     target = world.make("target", TARGET)
     ran: list[str] = []
-    patcher(patch("target:function", lambda call: Advice(cleanup=lambda: ran.append("cleanup"))), strict=strict).arm()
+    patcher(patch("target:function", doing(cleanup=lambda call: ran.append("cleanup"))), strict=strict).arm()
     with pytest.raises(target.TargetError, match="x"):
         target.function("x", fail=True)
     assert ran == ["cleanup"]
@@ -102,7 +96,7 @@ def test_an_exception_of_the_target_comes_through_as_the_same_object(world: Worl
 def test_an_exit_on_its_way_runs_the_cleanup_and_goes_on(world: World, patcher: Make, exit_type: Any) -> None:
     target = world.make("target", "def function(kind): raise kind()")
     ran: list[str] = []
-    patcher(patch("target:function", lambda call: Advice(cleanup=lambda: ran.append("cleanup")))).arm()
+    patcher(patch("target:function", doing(cleanup=lambda call: ran.append("cleanup")))).arm()
     with pytest.raises(exit_type):
         target.function(exit_type)
     assert ran == ["cleanup"]
@@ -115,7 +109,7 @@ def test_a_refusal_passes_in_lenient_mode_too(world: World, patcher: Make, error
     def refuse(call: Call) -> None:
         raise error
 
-    patcher(patch("target:function", refuse)).arm()
+    patcher(patch("target:function", doing(before=refuse))).arm()
     with pytest.raises(type(error)) as raised:
         target.function("x")
     assert raised.value is error
@@ -124,7 +118,7 @@ def test_a_refusal_passes_in_lenient_mode_too(world: World, patcher: Make, error
 
 def test_arguments_can_be_exchanged_wherever_they_were_passed(world: World, patcher: Make) -> None:
     target = world.make("target", "def function(a, keys=(), **more): return a, keys, more")
-    patcher(patch("target:function", lambda call: Advice(arguments=call.replaced("keys", ["new"])))).arm()
+    patcher(patch("target:function", doing(before=lambda call: call.__setitem__("keys", ["new"])))).arm()
     assert target.function(1, ["old"]) == (1, ["new"], {})
     assert target.function(1, keys=["old"]) == (1, ["new"], {})
     assert target.function(1) == (1, ["new"], {})
@@ -140,18 +134,18 @@ def test_an_argument_left_to_its_default_is_a_key_error(world: World, patcher: M
         with pytest.raises(KeyError, match="keys"):
             call["keys"]
 
-    patcher(patch("target:function", look)).arm()
+    patcher(patch("target:function", doing(before=look))).arm()
     target.function(1)
     assert seen == ["default"]
 
 
 def test_instead_takes_the_place_of_the_target(world: World, patcher: Make) -> None:
     target = world.make("target", TARGET)
-    patcher(patch("target:function", lambda call: Advice(instead=lambda: "ours"))).arm()
+    patcher(patch("target:function", instead=lambda call: "ours")).arm()
     assert (target.function(1), target.calls) == ("ours", [])
 
 
-@pytest.mark.parametrize("where", [*STEPS, "instead"])
+@pytest.mark.parametrize("where", STEPS)
 def test_a_step_that_keeps_failing_steps_out_although_other_steps_work(
     world: World, patcher: Make, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
@@ -160,28 +154,27 @@ def test_a_step_that_keeps_failing_steps_out_although_other_steps_work(
     ours.arm()
     for _ in range(2):
         target.function(1)
-    assert str(ours.records["it"].state) == "ACTIVE"
+    assert str(ours["it"].state) == "ACTIVE"
     target.function(1)
-    assert str(ours.records["it"].state) == "FAILED"
-    assert ours.records["it"].reason == "failed 3 times, last: ZeroDivisionError: ours"
+    assert str(ours["it"].state) == "FAILED"
+    assert ours["it"].reason == "failed 3 times, last: ZeroDivisionError: ours"
     assert target.function("x") == "x"  # as if we were not there
-    assert ours.records["it"].failures == 3
+    assert ours["it"].failures == 3
     assert len([r for r in caplog.records if "it failed" in r.message]) == 1  # logged once
 
 
 def test_failures_are_counted_in_a_row(world: World, patcher: Make) -> None:
     target = world.make("target", TARGET)
 
-    def sometimes(result: Any) -> Any:
-        if result == "bad":
-            raise ValueError(result)
-        return result
+    def sometimes(call: Call) -> None:
+        if call.result == "bad":
+            raise ValueError(call.result)
 
-    ours = patcher(patch("target:function", lambda call: Advice(after=sometimes)), limit=3)
+    ours = patcher(patch("target:function", doing(after=sometimes)), limit=3)
     ours.arm()
     for a in ["bad", "bad", "good", "bad", "bad", "good"]:
         assert target.function(a) == a
-    assert (str(ours.records["it"].state), ours.records["it"].failures) == ("ACTIVE", 4)
+    assert (str(ours["it"].state), ours["it"].failures) == ("ACTIVE", 4)
 
 
 def test_each_reason_is_logged_once_with_what_is_lost(
@@ -192,7 +185,7 @@ def test_each_reason_is_logged_once_with_what_is_lost(
     def fail(call: Call) -> None:
         raise ValueError(call["a"])
 
-    patcher(patch("target:function", fail, lost="The moon is lost."), limit=9).arm()
+    patcher(patch("target:function", doing(before=fail), on_failure="The moon is lost."), limit=9).arm()
     for a in ["one", "two", "one", "two"]:
         target.function(a)
     logged = [record.getMessage() for record in caplog.records]
@@ -200,20 +193,107 @@ def test_each_reason_is_logged_once_with_what_is_lost(
     assert all("The moon is lost. Training goes on." in text and "SLIME_INSTRUMENT_STRICT=1" in text for text in logged)
 
 
-def test_a_patch_that_holds_its_target_back_keeps_doing_so_after_it_failed(world: World, patcher: Make) -> None:
+@pytest.mark.parametrize("step", ["instead", "idle"])
+def test_what_takes_the_targets_place_keeps_it_after_it_failed(world: World, patcher: Make, step: str) -> None:
     target = world.make("target", TARGET)
-    ours = patcher(patch("target:function", lambda call: Advice(instead=broken), hold=True), limit=1)
+    ours = patcher(patch("target:function", **{"instead": lambda call: 1, step: broken}), limit=1)
     ours.arm()
     assert [target.function(1), target.function(1)] == [None, None]
-    assert (target.calls, str(ours.records["it"].state)) == ([], "FAILED")
+    assert (target.calls, str(ours["it"].state)) == ([], "FAILED")
     ours.disarm()
     assert target.function(1) == 1
+
+
+def test_the_target_runs_after_all_when_what_takes_its_place_does_not_want_the_call(
+    world: World, patcher: Make
+) -> None:
+    target = world.make("target", TARGET)
+    ours = patcher(patch("target:function", instead=lambda call: NotImplemented if call["a"] == 1 else "ours"))
+    ours.arm()
+    assert [target.function(1), target.function(2)] == [1, "ours"]
+    assert (target.calls, ours["it"].calls) == ([1], 2)
+
+
+def test_a_hook_that_returns_before_its_yield_leaves_the_call_alone(world: World, patcher: Make) -> None:
+    target = world.make("target", TARGET)
+
+    def hook(call: Call) -> Iterator[None]:
+        call["a"] = "exchanged"
+        if call["keys"]:
+            yield
+        call.result = "seen"
+
+    ours = patcher(patch("target:function", hook))
+    ours.arm()
+    assert target.function("x", keys=[]) == "x"
+    assert target.function("x", keys=[1]) == "seen"
+    assert target.calls == ["x", "exchanged"]
+    assert ours["it"].failures == 0
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_hook_that_yields_twice_is_a_failure_and_is_closed(world: World, patcher: Make, strict: bool) -> None:
+    target = world.make("target", TARGET)
+    closed: list[int] = []
+
+    def hook(call: Call) -> Iterator[None]:
+        try:
+            yield
+            yield
+        finally:
+            closed.append(1)
+
+    ours = patcher(patch("target:function", hook), strict=strict)
+    ours.arm()
+    if strict:
+        with pytest.raises(DumpError, match="yields more than once"):
+            target.function("x")
+    else:
+        assert target.function("x") == "x"
+    assert (target.calls, closed, ours["it"].failures) == (["x"], [1], 1)
+
+
+def test_a_result_that_was_exchanged_before_the_hook_failed_is_the_targets_own(world: World, patcher: Make) -> None:
+    target = world.make("target", TARGET)
+
+    def half(call: Call) -> None:
+        call.result = "half done"
+        raise ZeroDivisionError
+
+    patcher(patch("target:function", doing(after=half))).arm()
+    assert target.function("x") == "x"
+
+
+def test_the_hook_is_not_told_what_the_target_raised_and_cannot_swallow_it(world: World, patcher: Make) -> None:
+    target = world.make("target", TARGET)
+    seen: list[BaseException] = []
+
+    def hook(call: Call) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            seen.append(error)
+
+    patcher(patch("target:function", hook)).arm()
+    with pytest.raises(target.TargetError):
+        target.function("x", fail=True)
+    assert [type(error) for error in seen] == [GeneratorExit]
+
+
+def test_hooks_get_what_the_patcher_was_given_for_them(world: World) -> None:
+    target = world.make("target", TARGET)
+    seen: list[Any] = []
+    ours = Patcher([patch("target:function", doing(before=lambda call: seen.append(call.process)))], process="mine")
+    ours.arm()
+    target.function("x")
+    ours.disarm()
+    assert seen == ["mine"]
 
 
 def test_re_entrant_calls_each_get_their_own_advice(world: World, patcher: Make) -> None:
     target = world.make("target", "def function(n):\n    return 1 if n == 0 else n * function(n - 1)\n")
     depth: list[int] = []
-    patcher(patch("target:function", lambda call: Advice(cleanup=lambda: depth.append(call["n"])))).arm()
+    patcher(patch("target:function", doing(cleanup=lambda call: depth.append(call["n"])))).arm()
     assert target.function(3) == 6
     assert depth == [0, 1, 2, 3]
 
@@ -229,7 +309,11 @@ def test_taking_the_patch_off_from_inside_a_call_lets_the_call_finish(world: Wor
 
 def test_calls_from_many_threads_all_come_through(world: World, patcher: Make) -> None:
     target = world.make("target", "def function(a): return a")
-    patcher(patch("target:function", lambda call: Advice(after=lambda result: (call["a"], result)))).arm()
+
+    def pair(call: Call) -> None:
+        call.result = (call["a"], call.result)
+
+    patcher(patch("target:function", doing(after=pair))).arm()
     wrong: list[Any] = []
 
     def work(n: int) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from slime_instrument._patching.declaration import Advice, Call, Patch, Target
+from slime_instrument._patching.patch import Call, Patch, Target
 
 Snapshot = dict[str, dict[str, Any]]
 
@@ -61,12 +61,39 @@ def same(before: Snapshot, after: Snapshot) -> bool:
     ]
 
 
-def patch(target: str, before: Callable[[Call], Advice | None] = lambda call: None, **more: Any) -> Patch:
+Hook = Callable[[Call], Iterator[None]]
+
+
+def doing(*, before: Any = None, after: Any = None, cleanup: Any = None) -> Hook:
+    """A hook of up to three functions: each gets the call, ``before`` and ``after`` around a target that returns, and
+    ``cleanup`` in any case."""
+
+    def hook(call: Call) -> Iterator[None]:
+        if before is not None:
+            before(call)
+        try:
+            yield
+        finally:
+            if cleanup is not None:
+                cleanup(call)
+        if after is not None:
+            after(call)
+
+    return hook
+
+
+def tagging(tag: str) -> Hook:
+    """A hook that makes each call visible: the result becomes ``(tag, result)``."""
+
+    def tag_it(call: Call) -> None:
+        call.result = (tag, call.result)
+
+    return doing(after=tag_it)
+
+
+def patch(target: str, around: Hook | None = None, **more: Any) -> Patch:
     """A patch of ``module:attribute``, or of several such alternatives with spaces between them."""
-    targets = tuple(Target(*text.split(":")) for text in target.split())
-    return Patch(**{"name": "it", "group": "g", "targets": targets, "before": before, **more})
-
-
-def tagging(tag: str) -> Callable[[Call], Advice]:
-    """Advice that makes each call visible: the result becomes ``(tag, result)``."""
-    return lambda call: Advice(after=lambda result: (tag, result))
+    if around is None and "instead" not in more:
+        around = doing()
+    targets = tuple(map(Target.parse, target.split()))
+    return Patch(**{"name": "it", "group": "g", "targets": targets, "around": around, **more})

@@ -1,16 +1,15 @@
-"""Real slime, trained for these tests: where no checkout is there, each says so in one line and is skipped."""
+"""Real slime, trained for these tests."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 
 import pytest
 
-from slime_instrument.lab.matrix.checks import Verdict, judge
-from slime_instrument.lab.matrix.plan import FIRST_NATIVE, LAST_WITHOUT, Cell, checkouts
-from slime_instrument.lab.matrix.runs import Runs
+from tools.matrix.checks import Verdict, judge
+from tools.matrix.plan import FIRST_NATIVE, LAST_WITHOUT, Cell, checkouts
+from tools.matrix.runs import Runs
 
 #: What the plainest recipe on plain samples does not show: PPO leaves a -0.0 in kl; every odd sample; no prompt at all.
 ODD = tuple(
@@ -18,17 +17,6 @@ ODD = tuple(
     for recipe, samples in (("ppo", "long"), ("grpo", "edge"), ("grpo", "edge:no-prompt"), ("grpo", "uneven"))
 )
 LAYOUTS = ("single", "CP2", "DP2-CP2", "TP2-PP2-CP2", "DP2-CP2-TP2")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    lacking = None
-    if importlib.util.find_spec("megatron") is None:
-        lacking = "megatron-core is not installed: pip install 'slime-instrument[lab]'"
-    elif LAST_WITHOUT not in checkouts():
-        lacking = f"no slime checkout named {LAST_WITHOUT} in $SLIME_SOURCES or ~/.cache/slime-instrument/sources"
-    for item in items:
-        if lacking is not None and item.get_closest_marker("real_slime"):
-            item.add_marker(pytest.mark.skip(reason=lacking))
 
 
 @pytest.fixture(scope="session")

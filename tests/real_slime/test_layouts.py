@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from slime_instrument.lab import LabOptions, LabResult, train
-from slime_instrument.lab.matrix.checks import Verdict, judge
-from slime_instrument.lab.matrix.compare import from_native, from_single
-from slime_instrument.lab.matrix.plan import FIRST_NATIVE, LAST_WITHOUT, Cell
-from slime_instrument.lab.matrix.runs import Runs
+from tools.matrix.checks import Verdict, judge
+from tools.matrix.compare import from_native, from_single
+from tools.matrix.plan import FIRST_NATIVE, LAST_WITHOUT, Cell
+from tools.matrix.runs import Runs
 
 from .conftest import LAYOUTS, ODD
 
@@ -98,7 +98,10 @@ def test_a_missing_seam_is_noticed_and_leaves_no_half_captured_values(
     runs: Runs, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     plugin = tmp_path / "broken.py"
-    plugin.write_text("from slime_instrument._hooks import micro_batches\nmicro_batches.PATCHES = ()\n")
+    plugin.write_text(
+        "from slime_instrument import _hooks\n"
+        "_hooks.HOOKS = tuple(hook for hook in _hooks.HOOKS if hook.name != 'micro-batches')\n"
+    )
     payload = _load(_train(tmp_path, sources, plugin=plugin).train_dumps[0])
     assert not any("log_probs" in sample for sample in payload["samples"])
     found, _ = from_single(payload, _of(runs, DP2_CP2.single), tolerance=1e-5, exact=True, cp=2)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from slime_instrument.lab import LabError, LabOptions, LabResult
-from slime_instrument.lab.matrix.plan import LAST_WITHOUT
-from slime_instrument.lab.training import train_all
+from slime_instrument.lab._training import train_all
+from tools.matrix.plan import LAST_WITHOUT
 
 pytestmark = pytest.mark.real_slime
 

@@ -29,7 +29,7 @@ def test_files_may_come_in_any_order_and_a_train_dump_alone(write_dumps: Callabl
     train, rollout = folder / "train_data" / "3.pt", folder / "rollout_data" / "3.pt"
     assert choose_files([rollout, train], None) == choose_files([train, rollout], None) == (train, rollout)
     assert choose_files([train], None) == (train, None)
-    with pytest.raises(DumpFormatError, match=r"expected one train dump"):
+    with pytest.raises(DumpFormatError, match=r"expected a train dump"):
         choose_files([rollout], None)
 
 

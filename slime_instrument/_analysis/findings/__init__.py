@@ -13,7 +13,8 @@ from dataclasses import replace
 from itertools import groupby
 from types import ModuleType
 
-from slime_instrument._analysis.evidence import Finding, View
+from slime_instrument._analysis.diagnosis import Finding
+from slime_instrument._analysis.evidence import View
 
 __all__ = ["diagnose", "known"]
 

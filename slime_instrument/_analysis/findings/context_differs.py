@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from slime_instrument._analysis.evidence import Estimate, Finding, View
+from slime_instrument._analysis.diagnosis import Estimate, Finding
+from slime_instrument._analysis.evidence import View
 from slime_instrument._analysis.groups import Group, groups
 from slime_instrument._analysis.history import history_of
 from slime_instrument._analysis.levels import MORE_THAN_KERNELS

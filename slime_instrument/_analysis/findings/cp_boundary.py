@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from slime_instrument._analysis.evidence import Finding, View
-from slime_instrument._analysis.join import Pair
+from slime_instrument._analysis.diagnosis import Finding
+from slime_instrument._analysis.evidence import View
 from slime_instrument._analysis.statistics import log_all_hit
 from slime_instrument._dump.zigzag import owned
-from slime_instrument._format.checks.values import whole_number
-from slime_instrument._format.schema import PROVENANCE
+from slime_instrument._format.join import Pair
+from slime_instrument._format.values import whole_number
 
 CODE = "cp-boundary"
 ORDER = 70
@@ -64,11 +64,9 @@ def find(view: View) -> Finding | None:
 
 
 def _sizes(view: View) -> tuple[int, ...]:
-    for shard in view.train.dp_shards:
-        provenance = shard.get(PROVENANCE)
-        size = whole_number(provenance.get("context_parallel")) if isinstance(provenance, dict) else None
-        if size is not None and size <= _LARGEST:
-            return (size,) if size > 1 else ()
+    size = view.train.provenance.context_parallel
+    if size is not None and size <= _LARGEST:
+        return (size,) if size > 1 else ()
     return _CANDIDATES
 
 

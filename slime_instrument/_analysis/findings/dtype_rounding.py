@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from slime_instrument._analysis.evidence import Estimate, Finding, View
+from slime_instrument._analysis.diagnosis import Estimate, Finding
+from slime_instrument._analysis.evidence import View
 
 CODE = "dtype-rounding"
 ORDER = 75

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from slime_instrument._analysis.evidence import Finding, View
+from slime_instrument._analysis.diagnosis import Finding
+from slime_instrument._analysis.evidence import View
 from slime_instrument._analysis.swaps import swapped_by_tokens
-from slime_instrument._format.checks.values import show
+from slime_instrument._format.values import show
 
 CODE = "join-unconfirmed"
 ORDER = 20

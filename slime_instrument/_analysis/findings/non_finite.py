@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from slime_instrument._analysis.evidence import Finding, View
-from slime_instrument._analysis.table import FILLER, KINDS
+from slime_instrument._analysis.diagnosis import Finding
+from slime_instrument._analysis.evidence import View
+from slime_instrument._analysis.table import KINDS, is_filler
 
 CODE = "non-finite"
 ORDER = 30
-_NAMES = {"nan": "NaN", "inf": "infinite", "filler": "the lowest number of a type"}
+_NAMES = {"nan": "NaN", "inf": "infinite", "filler": "a number that stands for no value"}
 
 
 def find(view: View) -> Finding | None:
@@ -22,7 +23,7 @@ def find(view: View) -> Finding | None:
         affected |= table.kind == KINDS.index(name)
     by_side = {}
     for side, values in (("rollout", table.rollout), ("train", table.train)):
-        by_side[side] = int((affected & (~values.isfinite() | (values < FILLER))).sum())
+        by_side[side] = int((affected & (~values.isfinite() | is_filler(values))).sum())
     shown = ", ".join(f"{count} {_NAMES[name]}" for name, count in counts.items() if count)
     message = (
         f"{sum(counts.values())} trained tokens have a log-prob that is no number: {shown} "

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from slime_instrument._analysis.evidence import Finding, View
+from slime_instrument._analysis.diagnosis import Finding
+from slime_instrument._analysis.evidence import View
 from slime_instrument._analysis.swaps import swapped_by_tokens, swapped_by_values
-from slime_instrument._format.checks.values import show
+from slime_instrument._format.values import show
 
 CODE = "sample-swap"
 ORDER = 20

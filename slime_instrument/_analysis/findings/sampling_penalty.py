@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from slime_instrument._analysis.evidence import Estimate, Finding, View
+from slime_instrument._analysis.diagnosis import Estimate, Finding
+from slime_instrument._analysis.evidence import View
 from slime_instrument._analysis.findings import temperature
 from slime_instrument._analysis.groups import groups
 from slime_instrument._analysis.history import History, history_of

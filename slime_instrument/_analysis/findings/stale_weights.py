@@ -6,8 +6,9 @@ import math
 
 import torch
 
-from slime_instrument._analysis.evidence import Estimate, Finding, View
-from slime_instrument._analysis.metrics.drift import staleness_of
+from slime_instrument._analysis.diagnosis import Estimate, Finding
+from slime_instrument._analysis.drift import staleness_of
+from slime_instrument._analysis.evidence import View
 from slime_instrument._analysis.statistics import log_student_tail
 
 CODE = "stale-weights"
@@ -24,7 +25,7 @@ _EDGES = (-8.0, -4.0, -2.0, -1.0, -0.5, -0.25, -0.1, -0.03, -0.01)
 
 
 def find(view: View) -> Finding | None:
-    staleness = staleness_of(view.table, view.train.rollout_id)
+    staleness = staleness_of(view.table, view.train.provenance.weight_version)
     usable = [i for i, age in enumerate(staleness) if age is not None and float(view.counts[i]) > 0]
     ages = torch.tensor([float(staleness[i] or 0) for i in usable], dtype=torch.float64)
     if len(usable) < _ENOUGH or len(set(ages.tolist())) < 2:

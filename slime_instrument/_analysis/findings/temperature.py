@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from slime_instrument._analysis.arrays import log_probs
-from slime_instrument._analysis.evidence import Estimate, Finding, View
+from slime_instrument._analysis.diagnosis import Estimate, Finding
+from slime_instrument._analysis.evidence import View
 from slime_instrument._analysis.groups import Group, groups
 from slime_instrument._analysis.moments import Moments, Ratio, mean_of
+from slime_instrument._format.values import log_probs
 
 CODE = "temperature"
 ORDER = 80

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from slime_instrument._analysis.evidence import Estimate, Finding, View
+from slime_instrument._analysis.diagnosis import Estimate, Finding
+from slime_instrument._analysis.evidence import View
 from slime_instrument._analysis.findings import temperature
 from slime_instrument._analysis.groups import Group, groups, moments_of
 from slime_instrument._analysis.moments import Ratio

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from slime_instrument._analysis.evidence import Estimate, Finding, View
+from slime_instrument._analysis.diagnosis import Estimate, Finding
+from slime_instrument._analysis.evidence import View
 from slime_instrument._analysis.groups import Group, groups
 from slime_instrument._analysis.levels import MORE_THAN_KERNELS, as_much_as
 from slime_instrument._analysis.moments import mean_of

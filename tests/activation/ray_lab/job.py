@@ -2,7 +2,7 @@
 
     python job.py '{"out": DIR, "slime": DIR or null, "cp": 2, ...}'
 
-Ray is started for this run alone, and stopped at its end. See ``test_ray.py`` for the options.
+Ray is the cluster at ``address``, that of the submission, or one for this run alone; options as in ``test_ray.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 DEFAULTS: dict[str, Any] = {
     "slime": None, "tp": 1, "cp": 1, "driver_import": False, "job_env": {}, "train_env": {}, "off_rank": None,
     "setup_hook": None, "importable": None, "dump_name": "{rollout_id}.pt",
-    "submitted": False,
+    "address": None, "submitted": False,
 }  # fmt: skip
 COMMON = {
     "TORCHDYNAMO_DISABLE": "1",
@@ -33,11 +33,11 @@ COMMON = {
 def prepare_driver(options: dict[str, Any], root: Path, stubs: Path) -> Any:
     """Import slime on the CPU; returns its module of the train group."""
     sys.path[:0] = [str(root), str(stubs)]
-    from slime_instrument.lab import cpu, sglang
+    from slime_instrument.lab import _cpu, _sglang
 
-    cpu.install()
+    _cpu.install()
     if options["slime"]:
-        sglang.install()
+        _sglang.install()
     else:
         import slime.ray
 
@@ -45,7 +45,7 @@ def prepare_driver(options: dict[str, Any], root: Path, stubs: Path) -> Any:
     import slime.backends.megatron_utils.actor
     import slime.ray.actor_group as actor_group
 
-    cpu.after_megatron_import()
+    _cpu.after_megatron_import()
     return actor_group
 
 
@@ -69,9 +69,9 @@ def same_weights(self: Any) -> None:
     """In the worker: the weights of the lab, so that a run can be held against one of the lab's."""
     import slime.backends.megatron_utils.actor as module
 
-    from slime_instrument.lab import weights
+    from slime_instrument.lab import _weights
 
-    weights.set_by_name(module, self.args, self, "actor")
+    _weights.set_by_name(module, self.args, self, "actor")
 
 
 def look(self: Any) -> dict[str, Any]:
@@ -96,15 +96,15 @@ def main() -> None:
     os.environ.update(COMMON)
     if options["driver_import"]:
         import slime_instrument  # noqa: F401
-    from slime_instrument.lab import sources
+    from slime_instrument.lab import _sources
 
-    stubs = sources.MINIATURE.parent / "stubs"
-    root = Path(options["slime"] or sources.MINIATURE)
+    stubs = _sources.MINIATURE.parent / "stubs"
+    root = Path(options["slime"] or _sources.MINIATURE)
     actor_group = prepare_driver(options, root, stubs)
     import ray
 
-    from slime_instrument.lab import samples
-    from slime_instrument.lab.arguments import make_args
+    from slime_instrument.lab import _samples
+    from slime_instrument.lab._arguments import make_args
 
     out = Path(options["out"])
     (out / "logs").mkdir(parents=True, exist_ok=True)
@@ -127,6 +127,8 @@ def main() -> None:
     if options["submitted"]:
         # As slime's train.py: the cluster is there, and the environment is that of the submission.
         ray.init(logging_level="ERROR", log_to_driver=False)
+    elif options["address"]:
+        ray.init(address=options["address"], logging_level="ERROR", log_to_driver=False, runtime_env=runtime_env)
     else:
         ray.init(
             address="local", num_cpus=world, num_gpus=world, include_dashboard=False, logging_level="ERROR",
@@ -152,8 +154,8 @@ def main() -> None:
         ray.get([actor.__ray_call__.remote(same_weights) for actor in actors])
         ready = time.monotonic()
         parallel = {"dp_size": 1, "cp_size": options["cp"], "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
-        made = samples.make_samples(args, "default", 0)
-        ray.get(group.async_train(0, samples.split_for_training(args, parallel, made, 0)))
+        made = _samples.make_samples(args, "default", 0)
+        ray.get(group.async_train(0, _samples.split_for_training(args, parallel, made, 0)))
         trained = time.monotonic()
         workers = ray.get([actor.__ray_call__.remote(look) for actor in actors])
     finally:

@@ -28,7 +28,7 @@ async function showRollout(i) {
     const answers = element("dl", {}, ...one.verdict.answers.map(([question, answer, link]) => element("div", {}, element("dt", {}, question),
       element("dd", {}, answer, ...(link ? [" ", element("a", { href: link.replace("r=0", `r=${i}`) }, "Show it")] : [])))));
     $("one").className = `verdict ${one.verdict.level}`;
-    $("one").replaceChildren(element("h2", {}, element("span", { class: "mark", "aria-hidden": "true" }, report.marks[one.verdict.level]), `${one.name}: ${one.verdict.headline}`), answers);
+    $("one").replaceChildren(element("h2", {}, element("span", { class: "mark", "aria-hidden": "true" }, report.marks[one.verdict.level]), `${one.name}: ${one.verdict.text}`), answers);
     $("one").hidden = false;
   }
   drawNumbers(one);

@@ -22,13 +22,13 @@ def _prepare():
     torch.set_num_threads(1)
     import wrapt
 
-    from slime_instrument.lab import cpu
+    from slime_instrument.lab import _cpu
 
-    cpu.install()
+    _cpu.install()
     if os.environ["LAB_REAL"]:
-        from slime_instrument.lab import sglang
+        from slime_instrument.lab import _sglang
 
-        sglang.install()
+        _sglang.install()
     wrapt.register_post_import_hook(_after_actor, "slime.backends.megatron_utils.actor")
 
 
@@ -36,11 +36,13 @@ def _after_actor(module):
     import gc
     import types
 
-    from slime_instrument.lab import cpu, releases
+    from slime_instrument.lab import _cpu
 
-    cpu.after_megatron_import()
+    _cpu.after_megatron_import()
     if os.environ["LAB_REAL"]:
-        releases.after_import()
+        from slime_instrument.lab import _releases
+
+        _releases.after_import()
         module.AutoConfig.from_pretrained = staticmethod(lambda *_, **__: types.SimpleNamespace(vocab_size=64))
         module.AutoTokenizer.from_pretrained = staticmethod(lambda *_, **__: None)
     gc.collect()

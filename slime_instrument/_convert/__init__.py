@@ -1,0 +1,239 @@
+"""Old per-rank train dumps of one rollout as one v2 dump, with exact values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slime_instrument._convert.layout import Layout, Place, find_layout
+from slime_instrument._convert.rank_files import find_positions, padded_lengths, refuse_malformed, whole_fields
+from slime_instrument._dump.contribute import Topology, contribute
+from slime_instrument._dump.exchange import put_together
+from slime_instrument._dump.file import Disk, write_dump
+from slime_instrument._dump.payload import build_payload
+from slime_instrument._dump.zigzag import Restoring
+from slime_instrument._errors import DumpError, DumpFormatError
+from slime_instrument._format.containers import unusable
+from slime_instrument._format.dumps import (
+    RankData,
+    RolloutDump,
+    TrainDump,
+    read_rollout_dump,
+    read_train_dump,
+    train_dump_of,
+)
+from slime_instrument._format.schedule import schedule_of
+from slime_instrument._format.schema import CONTEXT_PARALLEL_FIELDS
+from slime_instrument._format.values import length_of, show, whole_number
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A converted dump.
+
+    Attributes:
+        payload: the v2 file's content.
+        dump: the same as a record, with the old files as its paths.
+        layout: the parallel sizes of the run.
+        warnings: what is not in the result, or not proven.
+    """
+
+    payload: dict[str, Any]
+    dump: TrainDump
+    layout: Layout
+    warnings: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``slime-instrument convert --json`` prints."""
+        return {
+            "n_samples": len(self.payload["samples"]),
+            "rollout_id": self.payload["rollout_id"],
+            "layout": self.layout.as_dict(),
+            "warnings": self.warnings,
+        }
+
+
+def convert_files(
+    paths: Sequence[PathLike],
+    output: PathLike,
+    *,
+    rollout: PathLike | None = None,
+    allow_pickle: bool = False,
+    **sizes: Any,
+) -> Converted:
+    """Convert the old files of one rollout and write one v2 file, whole or not at all.
+
+    Args:
+        paths: the old files, in any order.
+        output: the file to write; never one of ``paths``.
+        rollout: the rollout dump, from which positions are known for sure.
+        allow_pickle: read a rollout dump with objects of arbitrary classes; this can run code from it.
+        sizes: ``tp``, ``pp``, ``cp``, ``dp``, ``order`` of the run, as for :func:`convert_dump`.
+
+    Raises:
+        DumpFormatError: a file is no old dump, the files do not belong together, or their layout is not proven.
+        DumpError: the result cannot be written.
+        OSError: a file is missing or may not be read.
+    """
+    dump = read_train_dump(list(paths))
+    source = read_rollout_dump(rollout, allow_pickle=allow_pickle) if rollout is not None else None
+    target = Path(output)
+    if target.exists() and any(target.samefile(path) for path in dump.paths):
+        raise unusable(target, "is one of the files to convert", next_step="Give another name with -o.")
+    converted = convert_dump(dump, rollout=source, **sizes)
+    write_dump(converted.payload, target, Disk(lambda text: None))
+    return converted
+
+
+def convert_dump(
+    dump: TrainDump,
+    *,
+    rollout: RolloutDump | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    cp: int | None = None,
+    dp: int | None = None,
+    order: str | None = None,
+) -> Converted:
+    """Convert old per-rank files in memory.
+
+    A data-parallel shard of which a context-parallel part is missing is left out and named: nothing is made up.
+
+    Args:
+        dump: the per-rank files of one rollout.
+        rollout: the rollout dump they came from.
+        tp, pp, cp, dp: parallel sizes of the run; what is None is inferred from the files and proven.
+        order: how ranks are counted, fastest first; Megatron's default is ``tp-cp-dp-pp``.
+
+    Raises:
+        DumpFormatError: not old files, or no layout that is proven, or no whole shard.
+    """
+    if dump.kind != "train-rank":
+        raise unusable(dump.path, "is a v2 dump already")
+    refuse_malformed(dump.ranks)
+    layout = find_layout(dump.ranks, tp=tp, pp=pp, cp=cp, dp=dp, order=order)
+    warnings: list[str] = []
+    present = {rank.rank for rank in dump.ranks}
+    missing = sorted(set(range(layout.world)) - present)
+    if missing:
+        warnings.append(f"{len(present)} of {layout.world} rank files are there; missing: ranks {show(missing)}")
+    sources = _sources(dump.ranks, layout, warnings)
+    if not sources:
+        raise unusable(dump.path, f"and its {len(present)} files hold no whole data-parallel shard")
+    positions, notes = find_positions([dict(ranks[0].rollout_data) for ranks in sources.values()], rollout)
+    warnings += notes
+    try:
+        parts = _restored(sources, layout, positions)
+    except DumpError as error:
+        raise DumpFormatError(f"{dump.path}: {error} Nothing was converted.") from None
+    payload = build_payload(parts, rollout_id=dump.rollout_id or 0, writer_rank=parts[0].head.rank)
+    record = replace(train_dump_of(dump.path, payload), paths=dump.paths)
+    warnings += _coverage(record, len(rollout.samples) if rollout is not None else None)
+    return Converted(payload, record, layout, warnings)
+
+
+def _sources(ranks: Sequence[RankData], layout: Layout, warnings: list[str]) -> dict[int, list[RankData]]:
+    """Per data-parallel rank one file for each context-parallel rank: the last stage there is, lowest tensor rank."""
+    best: dict[tuple[int, int], tuple[Place, RankData]] = {}
+    for rank in ranks:
+        place = layout.place(rank.rank)
+        other = best.get((place.dp, place.cp))
+        if other is None or (place.pp, -place.tp) > (other[0].pp, -other[0].tp):
+            best[place.dp, place.cp] = (place, rank)
+    sources = {}
+    for dp in range(layout.dp):
+        own = [best[dp, cp] for cp in range(layout.cp) if (dp, cp) in best]
+        if len(own) < layout.cp:
+            if own:
+                gone = sorted(set(range(layout.cp)) - {place.cp for place, _ in own})
+                warnings.append(
+                    f"data-parallel rank {dp} is left out: its context-parallel ranks {show(gone)} are missing"
+                )
+            continue
+        if any(place.pp < layout.pp - 1 for place, _ in own):
+            warnings.append(
+                f"data-parallel rank {dp}: no file of its last pipeline stage, so no log_probs or advantages"
+            )
+        sources[dp] = [rank for _, rank in own]
+    return sources
+
+
+def _restored(sources: dict[int, list[RankData]], layout: Layout, positions: list[list[int]] | None) -> list[Restoring]:
+    """Raises :class:`DumpError` where the parts do not make a whole."""
+    contributions = []
+    for number, (dp, ranks) in enumerate(sources.items()):
+        # A stage before the last lacks fields; what one part lacks cannot be restored from the others.
+        common = set.intersection(*({k for k, v in rank.rollout_data.items() if v is not None} for rank in ranks))
+        for cp, rank in enumerate(ranks):
+            data = whole_fields(rank, common)
+            padded = padded_lengths(data)
+            if positions is not None:
+                data["partition"] = positions[number]
+            contributions.append(
+                contribute(
+                    data,
+                    _topology(rank.rank, dp, cp, layout),
+                    CONTEXT_PARALLEL_FIELDS,
+                    padded=padded,
+                    provenance=_provenance(data, layout, padded is not None, ranks),
+                )
+            )
+    parts = put_together(contributions, layout.cp, CONTEXT_PARALLEL_FIELDS)
+    for name, why in ((n, w) for part in parts for n, w in {**part.head.left_out, **part.left_out}.items()):
+        raise DumpError(f"{name}: {why}.")
+    return parts
+
+
+def _topology(rank: int, dp: int, cp: int, layout: Layout) -> Topology:
+    return Topology(
+        rank=rank,
+        tensor_parallel=layout.tp,
+        tensor_rank=0,
+        pipeline_parallel=layout.pp,
+        context_parallel=layout.cp,
+        context_rank=cp,
+        data_parallel=layout.dp,
+        data_rank=dp,
+        last_stage=True,
+        participants=(rank,),
+    )
+
+
+def _provenance(data: dict[str, Any], layout: Layout, bshd: bool, ranks: Sequence[RankData]) -> dict[str, Any]:
+    from slime_instrument import __version__
+
+    of_rollout = ("rollout_log_probs", "teacher_log_probs")
+    present = [name for name in CONTEXT_PARALLEL_FIELDS if data.get(name) is not None]
+    described: dict[str, Any] = {
+        "slime_instrument": __version__,
+        "tensor_parallel": layout.tp,
+        "pipeline_parallel": layout.pp,
+        "context_parallel": layout.cp,
+        "data_parallel": layout.dp,
+        "route": "converted",
+        "layout": layout.how,
+        "qkv_format": "bshd" if bshd else "thd",
+        "fields": {name: "rollout" if name in of_rollout else "recomputed" for name in present},
+        "converted_from": [rank.path.name for rank in ranks],
+    }
+    if "log_probs" not in present:
+        described["log_probs"] = "not in the old files: slime did not compute them before the training steps"
+    return described
+
+
+def _coverage(dump: TrainDump, n_rollout: int | None) -> list[str]:
+    """Whether the result is short of what the run's schedule, or else the batch, counts."""
+    n, rewards = len(dump.samples), length_of(dump.whole_batch.get("raw_reward"))
+    positions = [whole_number(sample.get("rollout_position")) for sample in dump.samples]
+    schedule = schedule_of(
+        dump.samples, dump.dp_shards, positions=positions, batch=rewards or n_rollout, rewards=rewards
+    )
+    total = schedule.n_scheduled if schedule.n_scheduled is not None else n_rollout if rewards is None else rewards
+    if total is None or n >= total:
+        return []
+    return [f"{n} of {total} samples are in the result: files of data-parallel ranks are missing"]

@@ -1,0 +1,199 @@
+"""First-seen log-probs of the training forward, by sample. One session per ``train_actor`` call, no other state.
+
+A session holds detached copies only: no autograd graph and no view of a buffer that the next micro-batch may overwrite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from slime_instrument._hooks.process import Loaded
+
+if TYPE_CHECKING:
+    import torch
+
+POSITION_KEY = "partition"
+"""slime's own name for each local sample's position in the rollout; what travels inside the micro-batch."""
+LOCAL_KEY = "_slime_instrument_local"
+"""Stand-in key where the positions are not known: the index among the local samples."""
+
+T = TypeVar("T")
+
+
+class _Opened(Generic[T]):
+    def __init__(self, value: T) -> None:
+        self.value: T | None = value
+
+
+class Scope(Generic[T]):
+    """A value that belongs to the code inside a ``with`` block.
+
+    It is found through a context variable, so that threads and nested blocks each see their own. Code inside the block
+    that runs in another thread or in a fresh context sees it too, as long as it is the only one open in this process.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._here: ContextVar[_Opened[T] | None] = ContextVar(f"slime_instrument_{name}", default=None)
+        self._open: dict[int, _Opened[T]] = {}
+
+    def current(self) -> T | None:
+        if not self._open:
+            return None
+        here = self._here.get()
+        if here is not None and here.value is not None:
+            return here.value
+        if len(self._open) == 1:
+            return next((only.value for only in tuple(self._open.values())), None)
+        return None
+
+    @contextmanager
+    def opened(self, value: T) -> Iterator[None]:
+        opened = _Opened(value)
+        self._open[id(opened)] = opened
+        token = self._here.set(opened)
+        try:
+            yield
+        finally:
+            del self._open[id(opened)]
+            opened.value = None  # for contexts that were copied inside the block and live on
+            self._here.reset(token)
+
+
+class CaptureSession:
+    """What one ``train_actor`` call leaves for its dump.
+
+    ``rollout_data`` is slime's dict of per-sample lists for this data-parallel rank. ``wanted`` is False where slime
+    computes the log-probs itself: then nothing is copied.
+    """
+
+    def __init__(self, rollout_id: int, rollout_data: dict[str, Any], loaded: Loaded | None = None) -> None:
+        self.rollout_id = rollout_id
+        self.rollout_data = rollout_data
+        self.loaded = Loaded() if loaded is None else loaded
+        self.came_with_rollout = frozenset(rollout_data)
+        self.key = POSITION_KEY if _identify(rollout_data.get(POSITION_KEY), rollout_data) else LOCAL_KEY
+        self.failure: str | None = None
+        """Why a part of this rollout is missing, where one is: then its dump is not written at all."""
+        self.optimizer_step: int | None = None
+        self.losses = 0
+        """How many policy losses were computed."""
+        self.weight_version: int | None = None
+        self._added = {POSITION_KEY} if self.loaded.added else set()
+        self._had_log_probs = True
+        self._values: dict[int, torch.Tensor] = {}
+        self._steps: dict[int, int | None] = {}
+
+    @property
+    def wanted(self) -> bool:
+        return self.rollout_data.get("log_probs") is None
+
+    @property
+    def captured_by_slime(self) -> bool:
+        """Whether slime itself added log-probs from the training forward, as it does since #2266."""
+        return not self._had_log_probs and not self.wanted
+
+    def number_samples(self) -> None:
+        """Put :data:`LOCAL_KEY` into ``rollout_data``, until :meth:`close`."""
+        if LOCAL_KEY not in self.rollout_data:
+            self.rollout_data[LOCAL_KEY] = list(range(len(self.rollout_data["response_lengths"])))
+            self._added.add(LOCAL_KEY)
+
+    def fail(self, reason: str) -> None:
+        """Something of ours failed: there will be no dump, nothing more is taken, and ``rollout_data`` is slime's own
+        again. A key of ours that slime's metrics found on this rank alone would end the training."""
+        self.failure = self.failure or reason
+        self._take_back(self._added)
+
+    def begin_step(self, step: int) -> None:
+        """The optimizer step ``step`` of this rollout begins."""
+        if self.optimizer_step is None:
+            self._had_log_probs = not self.wanted
+        self.optimizer_step = step
+
+    def capture(self, positions: Sequence[int], log_probs: Sequence[torch.Tensor]) -> None:
+        """Keep each sample's log-probs (shape ``(local response tokens,)``) unless the sample was seen before.
+
+        One device operation for the micro-batch: the per-sample tensors are copied as one and cut into views. Tensors
+        that do not go together are copied each. Raises ValueError when positions and log-probs differ in number.
+        """
+        if len(positions) != len(log_probs):
+            raise ValueError(f"{len(positions)} positions for {len(log_probs)} log-prob tensors in one micro-batch")
+        if all(position in self._values for position in positions):
+            return
+        import torch
+
+        # Plain tensors come out whatever mode the caller is in: one of inference mode cannot be worked on later.
+        with torch.inference_mode(False), torch.no_grad():
+            values = [value.detach() for value in log_probs]
+            if len({(value.dtype, value.device, value.shape[1:]) for value in values}) == 1 and values[0].dim() > 0:
+                copied: Sequence[torch.Tensor] = torch.split(torch.cat(values), [len(value) for value in values])
+            else:
+                copied = [value.clone() for value in values]
+        for position, value in zip(positions, copied, strict=True):
+            if position not in self._values:
+                self._values[position] = value
+                self._steps[position] = self.optimizer_step
+
+    def collected(self) -> tuple[list[torch.Tensor | None], list[int | None]] | None:
+        """The captured log-probs and their optimizer steps in local sample order; None where nothing was captured.
+
+        A sample that the loss never saw has None.
+        """
+        if not self._values:
+            return None
+        positions = list(self.rollout_data[self.key])
+        return [self._values.get(position) for position in positions], [self._steps.get(p) for p in positions]
+
+    def close(self) -> None:
+        """Let go of every tensor, and of our own key."""
+        self._values.clear()
+        self._steps.clear()
+        self._take_back(self._added & {LOCAL_KEY})
+
+    def _take_back(self, keys: set[str]) -> None:
+        for key in keys:
+            self.rollout_data.pop(key, None)
+
+
+def _identify(positions: Any, rollout_data: dict[str, Any]) -> bool:
+    """Whether ``positions`` tell the local samples apart: one for each, none twice."""
+    if positions is None:
+        return False
+    return len(positions) == len(set(positions)) == len(rollout_data["response_lengths"])
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss that is being computed: log-probs that appear meanwhile belong to ``batch``."""
+
+    session: CaptureSession
+    batch: Any
+
+
+SESSIONS: Scope[CaptureSession] = Scope("session")
+POLICY_LOSSES: Scope[PolicyLoss] = Scope("policy_loss")
+
+
+def current_session() -> CaptureSession | None:
+    """The session of the ``train_actor`` call that this code runs in, or None."""
+    return SESSIONS.current()
+
+
+def capturing() -> CaptureSession | None:
+    """The current session while it takes log-probs: not once something failed, because its dump is lost already and one
+    bad rollout must not count as many failures."""
+    session = SESSIONS.current()
+    return None if session is None or session.failure is not None or not session.wanted else session
+
+
+def policy_loss() -> PolicyLoss | None:
+    """The policy loss that is being computed, or None: ref, teacher and old-actor passes see None.
+
+    One that belongs to another session is none of this code's, though it may be the only one open in the process.
+    """
+    loss = POLICY_LOSSES.current()
+    return None if loss is None or loss.session is not SESSIONS.current() else loss

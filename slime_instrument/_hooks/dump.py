@@ -1,0 +1,93 @@
+"""Dump: instead of one file per rank, one aligned v2 file per rollout.
+
+Where there are no Megatron groups (the FSDP backend of v0.2.0 to v0.2.2 calls the same function) slime's own dump runs
+untouched. Everywhere else it never does: before #2266 it writes one file per rank, and those would come under the name
+of a v2 file in mid-run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime_instrument._dump.contribute import Seen, megatron_is_up
+from slime_instrument._errors import describe
+from slime_instrument._hooks.capture import LOCAL_KEY, POSITION_KEY, CaptureSession, current_session
+from slime_instrument._hooks.process import Loaded, Process, dump_is_asked_for
+from slime_instrument._patching.patch import Call, State, instead
+
+
+@instead(
+    "train-dump",
+    "slime.observability.train_data_utils:save_debug_train_data",
+    "slime.backends.megatron_utils.train_dump_utils:save_debug_train_data",
+    "slime.utils.train_dump_utils:save_debug_train_data",
+    group="dump",
+    takes=("args", "rollout_id", "rollout_data"),
+    on_failure="This rollout has no train dump.",
+)
+def save_debug_train_data(call: Call) -> Any:
+    args, rollout_id, rollout_data = call["args"], call["rollout_id"], call["rollout_data"]
+    if not dump_is_asked_for(args) or not megatron_is_up():
+        return NotImplemented
+    process: Process = call.process
+    if not process.dumper.due(rollout_id):
+        process.take_failures()
+        return None
+    session = current_session()
+    if session is None or session.rollout_id != rollout_id:
+        session = None  # a trainer with a train_actor of its own
+    try:
+        seen = _seen_without_session(process, rollout_data) if session is None else _seen(process, args, session)
+        data = {key: value for key, value in rollout_data.items() if key != LOCAL_KEY}
+        process.dumper.dump(args, rollout_id, data, seen)
+    except BaseException as error:
+        process.dumper.give_up(rollout_id, describe(error))
+        raise
+    return None
+
+
+def _seen(process: Process, args: Any, session: CaptureSession) -> Seen:
+    """What the session saw of its rollout."""
+    captured = session.collected() if session.wanted and session.failure is None else None
+    log_probs, steps = (None, None) if captured is None else captured
+    return Seen(
+        failure=session.failure,
+        log_probs=log_probs,
+        optimizer_steps=steps,
+        came_with_rollout=session.came_with_rollout,
+        captured_by_slime=session.captured_by_slime,
+        positions_from=_positions_from(session.loaded, session.rollout_data),
+        route=process.route,
+        why_no_log_probs=_why_nothing_was_captured(process, args, session),
+        weight_version=session.weight_version,
+    )
+
+
+def _seen_without_session(process: Process, rollout_data: dict[str, Any]) -> Seen:
+    return Seen(
+        failure=next(iter(process.take_failures().values()), None),
+        positions_from=_positions_from(process.loaded, rollout_data),
+        route=process.route,
+        why_no_log_probs="not captured: this trainer has a train_actor of its own, which does not call slime's",
+    )
+
+
+def _positions_from(loaded: Loaded, rollout_data: dict[str, Any]) -> str:
+    if POSITION_KEY not in rollout_data:
+        return "unknown"
+    # What no load of ours put there is slime's own.
+    return "partition" if loaded.positions_from == "unknown" else loaded.positions_from
+
+
+def _why_nothing_was_captured(process: Process, args: Any, session: CaptureSession) -> str:
+    placements = [each for each in process.patcher if each.patch.group == "capture"]
+    inactive = [each for each in placements if each.inert or each.bypassed]
+    if inactive and not session.captured_by_slime:
+        return "not captured: " + "; ".join(f"{each.patch.name} is {each.state}: {each.reason}" for each in inactive)
+    active = any(each.state is State.ACTIVE and each.patch.name == "policy-loss" for each in placements)
+    if active and not session.losses and getattr(args, "loss_type", None) == "policy_loss":
+        return (
+            "not captured: policy_loss_function was not called through its hook; either the original is called past it "
+            "(by compiled code, or a partial or closure made before arming), or two rollouts train at the same time"
+        )
+    return "the loss of this run computes no policy log-probs"

@@ -1,0 +1,196 @@
+"""From the trainer's call to the log-probs of each micro-batch.
+
+A session is open for the length of ``train_actor``. Inside it, each micro-batch carries the positions of its samples;
+the policy loss is marked while it runs; and the log-probs that appear in it are kept under those positions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from slime_instrument._dump.contribute import megatron_is_up
+from slime_instrument._hooks.capture import (
+    LOCAL_KEY,
+    POLICY_LOSSES,
+    POSITION_KEY,
+    SESSIONS,
+    CaptureSession,
+    PolicyLoss,
+    capturing,
+    current_session,
+    policy_loss,
+)
+from slime_instrument._hooks.process import Process, dump_is_asked_for
+from slime_instrument._patching.patch import Call, around
+
+_MEGATRON = "slime.backends.megatron_utils"
+_LOST_LOG_PROBS = "The log-probs of this micro-batch are lost, and with them this rollout's train dump."
+
+
+@around(
+    "train-actor",
+    f"{_MEGATRON}.actor:MegatronTrainRayActor.train_actor",
+    group="dump",
+    takes=("self", "rollout_id", "rollout_data"),
+    on_failure="This rollout has no train dump.",
+)
+def train_actor(call: Call) -> Iterator[None]:
+    process: Process = call.process
+    trainer, rollout_id, rollout_data = call["self"], call["rollout_id"], call["rollout_data"]
+    if not dump_is_asked_for(getattr(trainer, "args", None)) or not megatron_is_up():
+        return
+    failed_to_load = process.take_failures().get("data-loader")
+    process.patcher.finalize()
+    if not process.dumper.due(rollout_id) or not process.patcher.is_active("dump"):
+        return
+    process.dumper.begin(rollout_id)
+    session = CaptureSession(rollout_id, rollout_data, process.loaded)
+    session.weight_version = _weight_version(trainer)
+    if failed_to_load is not None:
+        session.fail(failed_to_load)
+    # slime averages every list that it does not know; without the patch that hides ours from it, none is added.
+    elif session.key == LOCAL_KEY and process.patcher.is_active("rollout-metrics"):
+        session.number_samples()
+    with SESSIONS.opened(session):
+        try:
+            yield
+        finally:
+            session.close()
+            process.rollout_ended(session)
+            drain_native_capture()
+
+
+def _weight_version(trainer: Any) -> int | None:
+    """How often the weights were sent to the rollout engines, where the trainer counts it."""
+    version = getattr(getattr(trainer, "weight_updater", None), "weight_version", None)
+    return version if type(version) is int else None
+
+
+def drain_native_capture() -> None:
+    """slime since #2266 keeps captured tensors in a module global, for good when training raises before it drains."""
+    loss: Any = sys.modules.get(f"{_MEGATRON}.loss")
+    drain = getattr(loss, "drain_captured_log_probs", None)
+    if drain is not None:
+        drain()
+
+
+@around(
+    "rollout-metrics",
+    "slime.observability.train_metric_utils:log_rollout_data",
+    f"{_MEGATRON}.data:log_rollout_data",
+    takes=("rollout_id", "args", "rollout_data"),
+    on_failure="A key of ours may show up in slime's metrics.",
+)
+def hide_positions(call: Call) -> Iterator[None]:
+    """No key of ours ever shows up in what slime logs.
+
+    ``log_rollout_data`` averages every list that it does not know. It also adds keys of its own to the dict, which
+    belong in the dump; so it gets the very same dict, with our keys out of it for the length of the call. Since #2266
+    slime itself logs a meaningless ``rollout/partition``, which disappears the same way.
+    """
+    if not dump_is_asked_for(call["args"]):
+        return
+    rollout_data = call["rollout_data"]
+    hidden = {key: rollout_data.pop(key) for key in (POSITION_KEY, LOCAL_KEY) if key in rollout_data}
+    try:
+        yield
+    finally:
+        rollout_data.update(hidden)
+
+
+@around(
+    "optimizer-step",
+    f"{_MEGATRON}.model:train_one_step",
+    needs=("dump",),
+    takes=("rollout_id", "step_id"),
+    optional=True,
+    on_failure="The optimizer step of captured log-probs is lost.",
+    idle=lambda: current_session() is None,
+)
+def note_step(call: Call) -> Iterator[None]:
+    session = current_session()
+    if session is not None:
+        session.begin_step(int(call["step_id"]))
+    yield
+
+
+@around(
+    "micro-batches",
+    f"{_MEGATRON}.data:DataIterator.get_next",
+    group="capture",
+    needs=("dump",),
+    takes=("self", "keys"),
+    on_failure=_LOST_LOG_PROBS,
+    idle=lambda: capturing() is None,
+)
+def ask_for_positions(call: Call) -> Iterator[None]:
+    """Each sample's position travels inside the batch.
+
+    ``train_one_step`` asks for a fixed list of keys. Pipeline schedules run the forward of the next micro-batch before
+    the loss of this one, so what identifies a sample must be in the batch itself; no global could say which is current.
+    """
+    session = capturing()
+    if session is None or session.key in call["keys"]:
+        return
+    if session.key in getattr(call["self"], "rollout_data", session.rollout_data):
+        call["keys"] = [*call["keys"], session.key]
+    yield
+
+
+def native_capture(module: Any) -> str | None:
+    """slime since #2266 captures by itself; its values are the ones that its own dump holds."""
+    if hasattr(module, "enable_log_prob_capture"):
+        return "slime captures these log-probs itself since #2266"
+    return None
+
+
+@around(
+    "policy-loss",
+    f"{_MEGATRON}.loss:policy_loss_function",
+    group="capture",
+    needs=("dump",),
+    takes=("args", "batch", "logits", "sum_of_sample_mean"),
+    on_failure=_LOST_LOG_PROBS,
+    idle=lambda: capturing() is None,
+    unneeded=native_capture,
+)
+def mark_policy_loss(call: Call) -> Iterator[None]:
+    """Log-probs are taken only inside the policy loss: ref, teacher and old-actor passes compute them too."""
+    session = capturing()
+    if session is None:
+        return
+    session.losses += 1
+    with POLICY_LOSSES.opened(PolicyLoss(session, call["batch"])):
+        yield
+
+
+@around(
+    "log-probs",
+    f"{_MEGATRON}.loss:get_log_probs_and_entropy",
+    group="capture",
+    needs=("dump",),
+    takes=("logits", "unconcat_tokens", "total_lengths", "response_lengths"),
+    on_failure=_LOST_LOG_PROBS,
+    idle=lambda: policy_loss() is None,
+    unneeded=native_capture,
+)
+def take_log_probs(call: Call) -> Iterator[None]:
+    """The per-sample list never leaves ``policy_loss_function``, so it is taken here, where it appears. A recomputed
+    loss (activation checkpointing) comes a second time; the first value is kept."""
+    loss = policy_loss()
+    if loss is None or loss.session.failure is not None:
+        return
+    positions = loss.batch.get(loss.session.key)
+    if positions is None:
+        return
+    yield
+    loss.session.capture(positions, per_sample(call.result))
+
+
+def per_sample(result: Any) -> Sequence[Any]:
+    """The list of per-sample log-probs: the result is a dict up to v0.2.2, ``(tensor, dict)`` since v0.2.3."""
+    found = result if isinstance(result, dict) else result[1]
+    log_probs: Sequence[Any] = found["log_probs"]
+    return log_probs

@@ -1,0 +1,57 @@
+"""Waiting for the first import of slime, with nothing loaded until then. Standard library only."""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False  # the typing module alone costs more than everything here
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+_TOP = "slime"
+
+
+class SlimeWatch:
+    """A finder on ``sys.meta_path`` that finds nothing; the first question about slime calls ``arm(route)``."""
+
+    def __init__(self, route: str, arm: Callable[[str], None]) -> None:
+        self.route = route
+        self._arm = arm
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == _TOP or fullname.startswith(_TOP + "."):
+            cancel()
+            self._arm(self.route)
+        return None
+
+
+def watch() -> SlimeWatch | None:
+    return next((finder for finder in sys.meta_path if isinstance(finder, SlimeWatch)), None)
+
+
+def is_waiting() -> bool:
+    return watch() is not None
+
+
+def route() -> str | None:
+    """How this process will be armed, while it waits for slime."""
+    found = watch()
+    return None if found is None else found.route
+
+
+def cancel() -> None:
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, SlimeWatch)]
+
+
+def wait_or_arm(how: str, arm: Callable[[str], None]) -> None:
+    """Arm at the first import of slime, or now if that has been."""
+    if is_waiting():
+        return
+    if _TOP in sys.modules:
+        arm(how)
+    else:
+        sys.meta_path.insert(0, SlimeWatch(how, arm))

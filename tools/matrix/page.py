@@ -1,0 +1,208 @@
+"""``docs/compatibility.md`` from the results: tables of what was verified, and in words what that means."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime_instrument._versions import installed
+from slime_instrument.lab._samples import EDGE_KINDS
+from slime_instrument.lab._sources import source_version
+from tools.matrix.layouts import LAYOUTS, RECIPE_LAYOUTS
+from tools.matrix.plan import AROUND_NATIVE, MINIATURE, RELEASES, Cell, cells
+from tools.matrix.recipes import RECIPES
+
+Found = Mapping[str, Mapping[str, Any]]
+
+_WORDS = {"ok": "ok", "failed": "**failed**", "absent": "–", "not run": "not run"}
+_TARGETS = (*RELEASES, MINIATURE)
+
+_INTRO = """# Compatibility
+
+Written by `python -m tools.matrix --page`; not by hand. Every cell is real training on CPU ranks: with
+us, without us, and in a single process, compared value by value.
+
+| in a cell | means |
+|---|---|
+| ok | every check below holds |
+| **failed** | one does not; listed at the end |
+| slime: *error* | slime cannot train this at this release: it ends with this error, with us and without us |
+| – | this release does not have it |
+| not run | not run |
+"""
+
+_VERIFIED = """## What is verified in each cell
+
+- **As the single process.** The dump of the layout against that of one process: log-probs within 1e-5
+  (1e-4 for mixture of experts and for values captured after an optimizer step; 0.15 in bf16), what is computed from
+  several of them within five times that, everything else exact, sample by sample. Whitened advantages are left out
+  here: slime's own depend on the layout.
+- **As slime's own file.** The same run without us. At releases without the v2 dump, every value in slime's per-rank
+  files is found in ours, bit for bit, at the place that counting tokens one by one gives. At releases with it, the
+  two files are the same bits, provenance aside.
+- **As native slime.** `681b3adca~1` with us against `681b3adca` without: the whole file bit for bit, provenance
+  aside.
+- **Captured as recomputed.** On the plainest recipe, log-probs taken from the training forward against those that
+  slime computes beforehand when a recipe makes it do so: the same bits.
+- **Weights untouched.** The weights of every rank after the step are those of the run without us, bit for bit.
+- **Metrics untouched.** What reaches the experiment tracker is what slime logs without us, bit for bit, clocks aside,
+  and no key of ours is among it; nor is slime's own stray `rollout/partition`.
+- **The rest.** One file and no other; `validate` passes against the rollout dump; each position leads to the rollout
+  sample with the same tokens; log-probs are complete; provenance says where they and the positions came from; no
+  patch failed.
+
+Two differences from slime's file are deliberate: `ref_entropy` and `teacher_entropy` are whole (slime's list of
+sharded fields forgot them), and a token that no rank owns is NaN instead of 0.0.
+"""
+
+_LIMITS = """## What was not possible on a CPU
+
+NCCL, CUDA tensors and streams, TransformerEngine and flash attention, real checkpoints, weight sync, SGLang, slime's
+own argument parser, a critic that is trained, Megatron-based teachers, FSDP. Packed attention, images and the
+routing-replay hooks of a patched Megatron-LM are stood in for by the lab. Sizes are tiny: what dumping costs at scale
+is not measured here.
+"""
+
+
+def render(results: Found, sources: Mapping[str, Path], code: str) -> str:
+    """The whole page. ``code``: fingerprint of the code that is there now."""
+    parts = [
+        _INTRO,
+        _versions(results, sources, code),
+        "## Releases and layouts\n\nThe plainest recipe (GRPO, one optimizer step).\n",
+        _layouts(results),
+        _recipes(results, RECIPE_LAYOUTS[0], _TARGETS),
+        _recipes(results, RECIPE_LAYOUTS[1], AROUND_NATIVE),
+        _samples(results),
+        _VERIFIED,
+        _figures(results),
+        _notes(results),
+        _LIMITS,
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _cell(results: Found, cell: Cell) -> str:
+    found = results.get(cell.key)
+    if found is None:
+        return _WORDS["not run"]
+    if found["status"] == "slime-cannot":
+        return f"slime: {_error_type(found['reason'])}"
+    return _WORDS[found["status"]]
+
+
+def _error_type(reason: str | None) -> str:
+    return (reason or "").partition(":")[0]
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+
+
+def _layouts(results: Found) -> str:
+    rows = [
+        [layout.name, *(_cell(results, Cell(release, layout.name, "grpo", "default")) for release in _TARGETS)]
+        for layout in LAYOUTS.values()
+        if layout.listed
+    ]
+    return _table(["layout", *_TARGETS], rows)
+
+
+def _recipes(results: Found, layout: str, releases: Sequence[str]) -> str:
+    rows = [
+        [recipe.title, *(_cell(results, Cell(release, layout, recipe.name, recipe.samples)) for release in releases)]
+        for recipe in RECIPES.values()
+    ]
+    return f"## Recipes on {layout}\n\n" + _table(["recipe", *releases], rows)
+
+
+def _samples(results: Found) -> str:
+    """One row per kind: the runs that hold it, together."""
+    rows = []
+    for kind, what in EDGE_KINDS.items():
+        name = f"edge:{kind}" if kind == "no-prompt" else "edge"
+        rows.append([what, *(_kind(results, release, name, kind) for release in _TARGETS)])
+    rows.append(["uneven data-parallel ranks", *(_kind(results, release, "uneven", None) for release in _TARGETS)])
+    where = f"a single process, {' and '.join(RECIPE_LAYOUTS)}"
+    return f"## Samples\n\nOn {where}; all kinds in one run, but for the last two rows.\n\n" + _table(
+        ["samples", *_TARGETS], rows
+    )
+
+
+def _kind(results: Found, release: str, samples: str, kind: str | None) -> str:
+    shown = []
+    for layout in ("single", *RECIPE_LAYOUTS):
+        found = _cell(results, Cell(release, layout, "grpo", samples))
+        if found.startswith("slime:") and kind is not None:
+            # The set was taken apart: what became of this kind alone?
+            alone = _cell(results, Cell(release, layout, "grpo", f"edge:{kind}"))
+            found = found if alone == _WORDS["not run"] else alone
+        shown.append((layout, found))
+    values = {found for _, found in shown}
+    if len(values) == 1:
+        return values.pop()
+    return "; ".join(f"{layout} {found}" for layout, found in shown)
+
+
+def _figures(results: Found) -> str:
+    """The largest difference of a log-prob from the single process, by layout, over the float32 recipes."""
+    largest: dict[str, float] = {}
+    for key, found in results.items():
+        release, layout, recipe, _ = key.split(" / ")
+        value = found["figures"].get("log_probs")
+        if value is not None and release != MINIATURE and RECIPES[recipe].tolerance <= 1e-5:
+            largest[layout] = max(largest.get(layout, 0.0), value)
+    rows = [[layout, f"{value:.1e}"] for layout, value in sorted(largest.items())]
+    return "Largest difference of a log-prob from the single process, over all releases:\n\n" + _table(
+        ["layout", "difference"], rows
+    )
+
+
+def _notes(results: Found) -> str:
+    lines = []
+    for status, title in (("failed", "Failed"), ("slime-cannot", "What slime itself cannot train")):
+        chosen = {key: found for key, found in results.items() if found["status"] == status}
+        if not chosen:
+            continue
+        grouped: dict[str, list[str]] = {}
+        for key, found in chosen.items():
+            grouped.setdefault(_one_line(found["reason"]), []).append(key)
+        lines.append(f"## {title}\n")
+        lines += [f"- {_shortened(keys)}: `{reason}`" for reason, keys in sorted(grouped.items())]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _one_line(reason: str | None) -> str:
+    text = " ".join((reason or "no reason").split()).replace("`", "'")
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+def _shortened(keys: Sequence[str]) -> str:
+    return ", ".join(sorted(keys)) if len(keys) <= 6 else ", ".join(sorted(keys)[:5]) + f" and {len(keys) - 5} more"
+
+
+def _versions(results: Found, sources: Mapping[str, Path], code: str) -> str:
+    planned = {cell.key for cell in cells(_TARGETS)}
+    counts = Counter(results[key]["status"] if key in results else "not run" for key in planned)
+    counted = ", ".join(f"{counts[status]} {status}" for status in sorted(counts))
+    dates = sorted(found["when"][:10] for found in results.values())
+    other = sum(found["code"] != code for found in results.values())
+    rows = [
+        ["cells", f"{len(planned)} planned: {counted}"],
+        ["run on", f"{dates[0]} to {dates[-1]}" if dates else "nothing run"],
+        ["run with other code than now", f"{other} of {len(results)} cells"],
+        ["Python, torch", f"{platform.python_version()}, {installed('torch')}"],
+        ["megatron-core", f"{installed('megatron-core')}; 0.14.0 for v0.2.0 and v0.2.1"],
+        [
+            "slime",
+            ", ".join(f"{release} ({source_version(sources[release])})" for release in RELEASES if release in sources),
+        ],
+    ]
+    if "main" in sources:
+        rows.append(["main", f"checkout {sources['main'].name}"])
+    return _table(["", ""], rows)
