@@ -11,7 +11,22 @@ import typer
 
 from slime_instrument import _switch as switch
 from slime_instrument import _waiting as waiting
-from slime_instrument._cli import check, compare, convert, demo, export, inspect, report, run, status, validate, view
+from slime_instrument._cli import (
+    audit,
+    check,
+    compare,
+    convert,
+    demo,
+    export,
+    extract,
+    inspect,
+    report,
+    run,
+    status,
+    validate,
+    view,
+    what_if,
+)
 from slime_instrument._cli.output import CANNOT_LOOK
 
 __all__ = ["app", "main"]
@@ -42,7 +57,8 @@ def _root(
     pass
 
 
-for _module in (status, check, run, demo, inspect, validate, compare, report, view, export, convert):
+_LOOKING = (status, check, run, demo, inspect, validate, compare, report, view, what_if, audit)
+for _module in (*_LOOKING, extract, export, convert):
     _module.register(app)
 
 

@@ -28,6 +28,9 @@ _ARGUMENTS = (
     "use_tis", "tis_clip", "tis_clip_low", "use_opsm", "calculate_per_token_loss", "loss_type", "use_rollout_logprobs",
     "rollout_temperature", "rollout_top_p", "rollout_top_k", "rollout_min_p", "use_dynamic_batch_size", "qkv_format",
     "allgather_cp", "custom_tis_function_path", "disable_grpo_std_normalization", "disable_rewards_normalization",
+    "compute_advantages_and_returns", "custom_advantage_function_path", "custom_reward_post_process_path", "reward_key",
+    "use_opd", "opd_kl_coef", "opsm_delta", "use_unbiased_kl", "get_mismatch_metrics", "custom_loss_function_path",
+    "custom_pg_loss_reducer_function_path",
 )  # fmt: skip
 
 

@@ -216,7 +216,8 @@ def truncated_sampling(case: Case) -> None:
         mass = 0.75 + 0.15 * case.uniform()
         values = torch.tensor(source["rollout_log_probs"])
         mask = torch.tensor(source["loss_mask"])
-        source["rollout_log_probs"] = torch.where(mask == 1, values - math.log(mass), 0.0).tolist()
+        # A token that survives has at most the mass that survives: its probability after sampling is at most 1.
+        source["rollout_log_probs"] = torch.where(mask == 1, values - math.log(mass), 0.0).clamp(max=0.0).tolist()
 
 
 def zero_fill(case: Case) -> None:

@@ -1,0 +1,234 @@
+"""``slime-instrument what-if``: what each framework's correction of the mismatch would do to these tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slime_instrument._cli.output import (
+    CANNOT_LOOK,
+    AllowPickle,
+    Json,
+    console,
+    finish,
+    note,
+    print_json,
+    progress,
+    reporting_errors,
+    shown,
+)
+
+if TYPE_CHECKING:
+    from slime_instrument._analysis.corrections import Policy
+    from slime_instrument._analysis.what_if import Effect, WhatIf
+
+_EPILOG = (
+    "Examples: slime-instrument what-if /data/run7; "
+    "slime-instrument what-if /data/run7 --policy slime-icepop:tis_clip_low=0.5,tis_clip=5 --policy trl; "
+    "slime-instrument what-if /data/run7 --sweep verl-token-tis:rollout_is_threshold=1.2,1.5,2,3,5"
+)
+_BAR = 30
+
+
+def what_if(
+    dumps: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="FOLDER | ROLLOUT TRAIN...", help="A --dump-details folder, or dumps of both sides."),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[:PARAMETER=VALUE,…]", help="Only this one, with its splits. May be repeated."),
+    ] = None,
+    sweep: Annotated[
+        str | None, typer.Option(metavar="NAME:PARAMETER=VALUE,VALUE,…", help="One policy at several thresholds.")
+    ] = None,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="Show every policy with its framework and parameters.")
+    ] = False,
+    allow_pickle: AllowPickle = False,
+    json: Json = False,
+) -> None:
+    """Try the corrections of ten frameworks, with their exact formulas and defaults, on the tokens of a dump.
+
+    Exit status: 0 tried; 2 nothing to try them on, or a file could not be read.
+    """
+    with reporting_errors(as_json=json):
+        from slime_instrument._analysis.corrections import PRESETS, parse_policy, parse_sweep
+
+        if list_all:
+            _print_list(list(PRESETS.values()), as_json=json)
+            return
+        if not dumps:
+            raise typer.BadParameter("needs dumps: a --dump-details folder, or the dumps of both sides")
+        chosen = [parse_policy(one) for one in policy or ()] + (parse_sweep(sweep) if sweep else [])
+        result, skipped = _try(dumps, chosen or list(PRESETS.values()), allow_pickle)
+    for one in skipped:
+        note(f"slime-instrument: not used: {one['file']}: {one['reason']}")
+    if json:
+        print_json({**result.as_dict(), "skipped_files": skipped})
+    elif sweep and not policy:
+        _print_sweep(result, sweep)
+    else:
+        _print_table(result)
+        for effect in result.effects if chosen else ():
+            _print_splits(effect)
+    if any(one["unreadable"] for one in skipped):
+        finish(CANNOT_LOOK)
+
+
+def _try(dumps: list[Path], policies: Sequence[Policy], allow_pickle: bool) -> tuple[WhatIf, list[dict[str, Any]]]:
+    from slime_instrument._analysis.read_pair import read_pair
+    from slime_instrument._analysis.what_if import rollout_of
+    from slime_instrument._analysis.what_if import what_if as analysis
+    from slime_instrument._format.pairs import find_pairs, no_pairs
+
+    with progress("reading") as say:
+        pairing = find_pairs(dumps, allow_pickle=allow_pickle)
+        if not pairing.pairs:
+            raise no_pairs(dumps, pairing, "Nothing was tried.")
+
+        def rollouts() -> Any:
+            for n, pair in enumerate(pairing.pairs):
+                say(f"{pair.name} ({n + 1} of {len(pairing.pairs)})")
+                yield rollout_of(read_pair(pair, allow_pickle=allow_pickle))
+
+        result = analysis(rollouts(), policies)
+    return result, [{**one.as_dict(), "unreadable": one.unreadable} for one in pairing.skipped]
+
+
+def _print_list(policies: Sequence[Policy], *, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            [{"name": one.name, "framework": one.framework, "parameters": dict(one.parameters)} for one in policies]
+        )
+        return
+    table = _table("policy", "framework", "parameters")
+    for one in policies:
+        parameters = ", ".join(f"{key}={_value(value)}" for key, value in one.parameters.items())
+        table.add_row(one.name, one.framework + (" (on by default)" if one.on_by_default else ""), parameters)
+    console().print(table)
+
+
+def _print_table(result: WhatIf) -> None:
+    table = _table(
+        "policy",
+        "framework",
+        "tokens dropped",
+        "sequences dropped",
+        "tokens clipped",
+        "mean weight",
+        "ess",
+        "|A·w| kept",
+    )
+    for effect in result.effects:
+        total = effect.total
+        table.add_row(
+            _label(effect.policy),
+            effect.policy.framework,
+            _share(total.tokens_dropped, total.n_tokens),
+            _share(total.sequences_dropped, total.n_sequences),
+            _share(total.tokens_clipped, total.n_tokens),
+            _number(total.mean_weight),
+            _number(total.ess),
+            _number(total.advantage_kept),
+        )
+    out = console()
+    out.print(table)
+    if result.effects:
+        total = result.effects[0].total
+        left = f"; {result.left_out} lack a value on one side and are left out" if result.left_out else ""
+        out.print(f"{total.n_tokens} tokens of {total.n_sequences} sequences{left}")
+    for effect in result.effects:
+        if effect.total.tokens_not_finite:
+            out.print(
+                f"[bold red]{shown(effect.policy.name)}[/] gives {effect.total.tokens_not_finite} tokens a weight "
+                "that is NaN or infinite: the loss would be, too"
+            )
+    for name, reason in result.skipped.items():
+        out.print(f"{shown(name)} not tried: {shown(reason)}")
+
+
+def _print_splits(effect: Effect) -> None:
+    out = console()
+    out.print(f"\n{shown(_label(effect.policy))}")
+    table = _table("by", "group", "tokens", "dropped", "clipped", "mean weight", "|A·w| kept")
+    for by, groups in effect.splits.items():
+        for name, tally in groups.items():
+            table.add_row(
+                by,
+                name,
+                str(tally.n_tokens),
+                _share(tally.tokens_dropped, tally.n_tokens),
+                _share(tally.tokens_clipped, tally.n_tokens),
+                _number(tally.mean_weight),
+                _number(tally.advantage_kept),
+            )
+    if len(effect.rollouts) > 1:
+        for rollout_id, tally, _ in effect.rollouts:
+            table.add_row(
+                "rollout",
+                str(rollout_id),
+                str(tally.n_tokens),
+                _share(tally.tokens_dropped, tally.n_tokens),
+                _share(tally.tokens_clipped, tally.n_tokens),
+                _number(tally.mean_weight),
+                _number(tally.advantage_kept),
+            )
+    out.print(table)
+
+
+def _print_sweep(result: WhatIf, sweep: str) -> None:
+    parameter = sweep.rpartition("=")[0].rpartition(":")[2].rpartition(",")[2]
+    table = _table(parameter, "dropped or clipped", "", "mean weight", "ess", "|A·w| kept")
+    for effect in result.effects:
+        total = effect.total
+        touched = total.tokens_dropped + total.tokens_clipped
+        bar = "█" * round(_BAR * touched / total.n_tokens) if total.n_tokens else ""
+        table.add_row(
+            _value(effect.policy.parameters[parameter]),
+            _share(touched, total.n_tokens),
+            bar or ("▏" if touched else ""),
+            _number(total.mean_weight),
+            _number(total.ess),
+            _number(total.advantage_kept),
+        )
+    console().print(table)
+
+
+def _table(*headings: str) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading)
+    return table
+
+
+def _label(policy: Policy) -> str:
+    from slime_instrument._analysis.corrections import PRESETS
+
+    default = PRESETS[policy.name].parameters
+    changed = ",".join(f"{key}={_value(value)}" for key, value in policy.parameters.items() if value != default[key])
+    return f"{policy.name}:{changed}" if changed else policy.name
+
+
+def _value(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value).lower() if value is None else str(value)
+
+
+def _share(part: int, whole: int) -> str:
+    if not part:
+        return "0"
+    return f"{part} ({100 * part / whole:.3g} %)"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(name="what-if", epilog=_EPILOG)(what_if)
