@@ -8,7 +8,7 @@ from pathlib import Path
 import settings as declared
 from settings import Setting
 
-from slime_instrument._analysis.evidence import Finding
+from slime_instrument._analysis.diagnosis import Finding
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from slime_instrument._format.reader import rollout_dump_of, train_dump_of
-from slime_instrument._format.records import RolloutDump, TrainDump
+from slime_instrument._format.dumps import RolloutDump, TrainDump, rollout_dump_of, train_dump_of
 
 VOCABULARY = 400
 PROMPT = 12
