@@ -482,7 +482,7 @@ def _runs(tensors: Iterable[torch.Tensor], on_device: int, on_cpu: int) -> Itera
 # ---------------------------------------------------------------------------------------------------------------------
 # Everything else as plain values
 
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device})
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 _SCALARS: Mapping[type, Callable[[Any], Any]] = {
     int: int.__int__,
     float: float.__float__,
@@ -517,6 +517,8 @@ class _Plain:
             return self._container(value)
         if isinstance(value, enum.Enum):
             return self(value.value)
+        if isinstance(value, bytearray):
+            return bytes(value)  # equal to it; readers refuse what takes memory by a number in the file
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
             return self._numpy(value)

@@ -8,6 +8,7 @@ word. :func:`load_plain` reads plain pickles. :data:`FORGIVING_PICKLE` is for fi
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import mmap
@@ -58,6 +59,21 @@ class Opaque:
 
     def __repr__(self) -> str:
         return f"<{self.qualified_name}>"
+
+
+class UnreadTensor(Opaque):
+    """Stands in for a tensor that is no plain array of numbers: sparse, quantized, nested, or a view that repeats its
+    elements. A run may dump such; they are named, and everything else in the file is read.
+
+    Attributes:
+        kind: what it is, in words.
+        shape: its shape, where the file says it.
+    """
+
+    def __init__(self, kind: str, shape: tuple[int, ...] | None = None) -> None:
+        super().__init__()
+        self.kind, self.shape = kind, shape
+        self.qualified_name = f"a {kind}" + ("" if shape is None else f" of shape {tuple(shape)}")
 
 
 # --- NumPy without NumPy: arrays become tensors, scalars become numbers ---
@@ -215,6 +231,8 @@ _STORAGE_TYPES = {
     "CharStorage": torch.int8,
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
 }
 # Types that came after the storage classes: torch writes their storages as bytes, and the type beside the tensor.
 _BYTE_STORAGE = "UntypedStorage"
@@ -236,9 +254,10 @@ class _StorageType:
 
 
 def _rebuilt(
-    base: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, flags: Any = None
-) -> torch.Tensor:
-    """Stands for the function that rebuilds a tensor; called with what the file says."""
+    most: int, base: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, flags: Any = None
+) -> torch.Tensor | UnreadTensor:
+    """Stands for the function that rebuilds a tensor; called with what the file says. ``most``: bytes that it may
+    have."""
     numbers = (offset, *size, *stride)
     if not isinstance(base, torch.Tensor) or requires_grad is True or hooks or len(size) != len(stride):
         raise UnsupportedPickle("tensor")
@@ -250,6 +269,9 @@ def _rebuilt(
     if size == (len(base),) and stride == (1,) and offset == 0:
         return base
     if 0 not in size:
+        if math.prod(size) * base.element_size() > most:
+            # Valid for torch, but anybody who reads it would take that much memory.
+            return UnreadTensor("view that repeats its elements", size)
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if last >= len(base):
             raise UnsupportedPickle("tensor outside of its storage")
@@ -257,12 +279,81 @@ def _rebuilt(
 
 
 def _rebuilt_from_bytes(
-    base: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, flags: Any = None
-) -> torch.Tensor:
+    most: int,
+    base: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    requires_grad: Any,
+    hooks: Any,
+    dtype: Any,
+    flags: Any = None,
+) -> torch.Tensor | UnreadTensor:
     """The same for a tensor of a newer type."""
     if not isinstance(base, torch.Tensor) or not isinstance(dtype, torch.dtype) or len(base) % dtype.itemsize:
         raise UnsupportedPickle("tensor")
-    return _rebuilt(base.view(dtype), offset, size, stride, requires_grad, hooks, flags)
+    if dtype not in _NEW_TYPES.values():
+        return UnreadTensor(f"tensor of {str(dtype).removeprefix('torch.')}", size if isinstance(size, tuple) else None)
+    return _rebuilt(most, base.view(dtype), offset, size, stride, requires_grad, hooks, flags)
+
+
+def _unread_sparse(layout: Any, data: Any) -> UnreadTensor:
+    """torch gives the layout, and a tuple of which the one before the last is the shape."""
+    sizes = [part for part in data if isinstance(part, tuple)] if isinstance(data, tuple) else []
+    return UnreadTensor(f"{str(layout).removeprefix('torch.')} tensor", sizes[0] if sizes else None)
+
+
+def _unread_quantized(_base: Any, _offset: Any, size: Any, *_rest: Any) -> UnreadTensor:
+    return UnreadTensor("quantized tensor", size if isinstance(size, tuple) else None)
+
+
+def _unread_nested(*_parts: Any) -> UnreadTensor:
+    return UnreadTensor("nested tensor")
+
+
+def _unread_subclass(*_parts: Any) -> UnreadTensor:
+    return UnreadTensor("tensor subclass")
+
+
+class _Name:
+    """A class or function that only describes an unread tensor. Not callable."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _as_set(items: Any = ()) -> Any:
+    try:
+        return set(items)
+    except TypeError:  # of what cannot be in a set here
+        return list(items)
+
+
+class _NamedParts(tuple[Any, ...]):
+    """Stands for a named tuple."""
+
+    def __new__(cls, *parts: Any) -> _NamedParts:
+        return super().__new__(cls, parts)
+
+
+_UNREAD: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_sparse_tensor"): _unread_sparse,
+    ("torch._utils", "_rebuild_qtensor"): _unread_quantized,
+    ("torch._utils", "_rebuild_nested_tensor"): _unread_nested,
+    ("torch._tensor", "_rebuild_from_type_v2"): _unread_subclass,
+    ("torch.serialization", "_get_layout"): lambda name: name,
+    ("torch.nested._internal.nested_tensor", "NestedTensor"): _Name("NestedTensor"),
+    ("torch.nested._internal.nested_tensor", "_rebuild_njt"): _Name("_rebuild_njt"),
+    ("torch._dynamo.decorators", "_DimRange"): _NamedParts,
+    ("torch", "Tensor"): _Name("Tensor"),
+    ("torch", "Size"): tuple,
+    ("torch", "per_tensor_affine"): _Name("per_tensor_affine"),
+    ("torch", "per_channel_affine"): _Name("per_channel_affine"),
+    **{(module, "set"): _as_set for module in ("__builtin__", "builtins")},
+    **{(module, "complex"): complex for module in ("__builtin__", "builtins")},
+    ("torch", "device"): lambda *parts: ":".join(map(str, parts)),
+}
+_QUANTIZED_STORAGES = {"QInt8Storage": torch.int8, "QUInt8Storage": torch.uint8, "QInt32Storage": torch.int32}
 
 
 def load_archive(path: Path, archive: Archive, *, compact: bool) -> tuple[Any, Callable[[], None]]:
@@ -390,7 +481,7 @@ class _Mapped(Inert):
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            return _rebuilt if name.endswith("2") else _rebuilt_from_bytes
+            return functools.partial(_rebuilt if name.endswith("2") else _rebuilt_from_bytes, len(self.content))
         if module == "torch" and name in _STORAGE_TYPES:
             return _StorageType(_STORAGE_TYPES[name])
         if (module, name) == ("torch.storage", _BYTE_STORAGE):
@@ -399,6 +490,12 @@ class _Mapped(Inert):
             return _NEW_TYPES[name]
         if (module, name) in _DATA_GLOBALS:
             return _DATA_GLOBALS[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module == "torch" and name in _QUANTIZED_STORAGES:
+            return _StorageType(_QUANTIZED_STORAGES[name])
+        if (module, name) in _UNREAD:
+            return _UNREAD[module, name]
         raise UnsupportedPickle(f"{module}.{name}")
 
     def persistent_load(self, saved_id: Any) -> torch.Tensor:

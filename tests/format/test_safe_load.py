@@ -276,9 +276,10 @@ def test_a_storage_that_declares_more_than_the_file_has_is_refused(numel: int, t
     assert "declares" in message or "damaged" in message or "holds a tensor" in message
 
 
-def test_a_tensor_repeated_beyond_the_size_of_the_file_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_repeated_beyond_the_size_of_the_file_is_named_and_takes_no_memory(tmp_path: Path) -> None:
     torch.save({"samples": [torch.zeros(1).expand(1 << 40)]}, tmp_path / "a.pt")
-    assert "holds a tensor of 4398046511104 bytes" in refused(tmp_path / "a.pt")
+    (found,) = load_dump(tmp_path / "a.pt")["samples"]
+    assert repr(found) == f"<a view that repeats its elements of shape ({1 << 40},)>"
 
 
 def test_classes_that_take_memory_by_a_stated_number_are_refused(tmp_path: Path) -> None:
@@ -349,10 +350,8 @@ def test_a_number_that_python_refuses_to_print_is_refused_before_anybody_prints_
     refused(tmp_path / "0.pt")
 
 
-@pytest.mark.parametrize("layout", ["sparse", "meta"])
-def test_tensors_that_are_no_plain_values_are_refused(layout: str, tmp_path: Path) -> None:
-    value = torch.zeros(3, 3).to_sparse() if layout == "sparse" else torch.zeros(1 << 40, device="meta")
-    torch.save({"samples": [value]}, tmp_path / "a.pt")
+def test_a_tensor_without_data_is_refused(tmp_path: Path) -> None:
+    torch.save({"samples": [torch.zeros(1 << 40, device="meta")]}, tmp_path / "a.pt")
     assert "holds a tensor of layout" in refused(tmp_path / "a.pt")
 
 

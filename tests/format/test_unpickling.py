@@ -139,11 +139,6 @@ def test_changing_a_tensor_in_place_leaves_the_file_alone(tmp_path: Path) -> Non
     [
         torch.nn.Parameter(torch.zeros(2)),
         torch.zeros(2, requires_grad=True),
-        torch.zeros(2).to_sparse(),
-        torch.zeros(2, dtype=torch.complex64),
-        torch.Size([1, 2]),
-        torch.float32,
-        complex(1, 2),
     ],
     ids=repr,
 )
@@ -151,6 +146,31 @@ def test_what_it_does_not_know_is_left_to_torch(tmp_path: Path, value: Any) -> N
     path = saved({"samples": [value]}, tmp_path)
     with pytest.raises(UnsupportedPickle):
         mapped(path)
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(2, dtype=torch.complex64), torch.Size([1, 2]), torch.float32, complex(1, 2), {1, 2}], ids=repr
+)
+def test_plain_values_of_other_kinds_are_read(tmp_path: Path, value: Any) -> None:
+    found = load_dump(saved({"samples": [value]}, tmp_path))["samples"][0]
+    assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
+
+
+UNREAD = {
+    "a sparse_coo tensor of shape (3, 3)": lambda: torch.eye(3).to_sparse(),
+    "a sparse_csr tensor of shape (3, 3)": lambda: torch.eye(3).to_sparse_csr(),
+    "a quantized tensor of shape (3,)": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "a nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "a view that repeats its elements of shape (1000000,)": lambda: torch.zeros(1).expand(1_000_000),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_tensor_that_is_no_plain_array_is_named_and_everything_else_is_read(tmp_path: Path, name: str) -> None:
+    found = load_dump(saved({"samples": [{"odd": UNREAD[name](), "plain": torch.ones(2)}]}, tmp_path))["samples"][0]
+    assert repr(found["odd"]) == f"<{name}>"
+    assert found["plain"].tolist() == [1.0, 1.0]
 
 
 def rewritten(path: Path, pickled: bytes) -> Path:
