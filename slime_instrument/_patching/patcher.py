@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -85,6 +86,8 @@ class Patcher:
         """
         with self._lock:
             for placement in self:
+                if placement.state is State.PENDING and not placement.patch.optional:
+                    self._import_alternatives(placement)
                 if placement.state is State.PENDING and all(
                     str(target) in placement.misfits or target.module not in sys.modules
                     for target in placement.patch.targets
@@ -95,6 +98,17 @@ class Patcher:
                     placement.set_state(State.SKIPPED if elsewhere else State.INCOMPATIBLE, why)
             self._step_back()
             self.look_for_drift()
+
+    def _import_alternatives(self, placement: Placement) -> None:
+        """A module that nothing imports any more may still offer the target, from where that is now."""
+        for target in placement.patch.targets:
+            if target.module in sys.modules or target.module.partition(".")[0] not in sys.modules:
+                continue
+            try:
+                importlib.import_module(target.module)
+            except Exception as error:
+                if not_ours(error):
+                    raise
 
     def is_active(self, group: str) -> bool:
         """Whether what ``group`` does can be relied on: every patch of it that is not optional is in place."""
