@@ -51,6 +51,7 @@ class Runtime:
             self.live.after_dump,
             earlier.dumper if earlier is not None else None,
         )
+        self.args: Any = None
         self.loaded = Loaded()
         self.stepped_out: str | None = None
         """Why this rank makes no more dumps, once it does not."""

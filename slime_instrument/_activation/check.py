@@ -3,52 +3,60 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime_instrument._errors import InstrumentError, five_parts
 from slime_instrument._hooks import HOOKS
-from slime_instrument._patching.fit import probe, read_module
+from slime_instrument._hooks.capture import NATIVE_CAPTURE
+from slime_instrument._patching.fit import look_up, probe, read_module
 from slime_instrument._patching.placement import PatchStatus
 from slime_instrument._versions import checkout_version, installed
 
 __all__ = ["CheckResult", "check", "find_slime"]
 
 _LOSS = "slime.backends.megatron_utils.loss"
+_NATIVE_DUMP = re.compile(rb"^def save_debug_train_data\b", re.MULTILINE), b"dp_shards"
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """``path`` is the folder that holds the ``slime`` package. ``native_dump``: slime writes v2 dumps itself."""
+    """``path`` is the folder that holds the ``slime`` package. ``native_dump``: slime writes v2 dumps itself.
+    ``verdict``: in one sentence, whether each rollout will have a v2 train dump, and who captures its log-probs."""
 
     path: Path
     version: str | None
     native_dump: bool
+    dumps_written: bool
+    verdict: str
     patches: tuple[PatchStatus, ...]
-
-    @property
-    def applicable(self) -> bool:
-        """Whether every patch that must fit does."""
-        optional = {patch.name for patch in HOOKS if patch.optional}
-        return all(patch.state != "INCOMPATIBLE" or patch.name in optional for patch in self.patches)
 
     def as_dict(self) -> dict[str, Any]:
         return {
+            "verdict": self.verdict,
+            "dumps_written": self.dumps_written,
             "slime": {"version": self.version, "native_dump": self.native_dump, "path": str(self.path)},
-            "applicable": self.applicable,
             "patches": [patch.as_dict() for patch in self.patches],
         }
 
 
 def check(slime: Path | None = None) -> CheckResult:
-    """Probe the checkout ``slime``, or the one slime that Python would import. Raises :class:`InstrumentError` when
-    there is none, more than one, or one that cannot be read."""
-    root = find_slime() if slime is None else _checkout(slime)
+    """Probe the checkout ``slime``, else the one in ``$SLIME_SOURCE``, else the one slime that Python would import.
+
+    Raises :class:`InstrumentError` when there is none, more than one, or one that cannot be read.
+    """
+    named = os.environ.get("SLIME_SOURCE")
+    root = _checkout(slime or Path(str(named))) if slime or named else find_slime()
     try:
         loss = read_module(root, _LOSS)
         patches = tuple(probe(HOOKS, root))
+        native_dump = _dumps_itself(root)
+        captures = look_up(root, NATIVE_CAPTURE) is not None
     except (SyntaxError, OSError, ValueError) as error:
         raise _refusal(str(root), "a slime that can be read", f"{error}", "Check out slime again.") from error
     if loss is None:
@@ -59,7 +67,33 @@ def check(slime: Path | None = None) -> CheckResult:
             "Give the folder that holds the slime package, or a complete checkout.",
         )
     version = checkout_version(root) or installed("slime")
-    return CheckResult(root, version, hasattr(loss, "enable_log_prob_capture"), patches)
+    written, verdict = _verdict(patches, native_dump, captures)
+    return CheckResult(root, version, native_dump, written, verdict, patches)
+
+
+def _dumps_itself(root: Path) -> bool:
+    """Whether slime's own dump function, wherever it is, writes v2 files."""
+    defined, mark = _NATIVE_DUMP
+    texts = (path.read_bytes() for path in sorted((root / "slime").rglob("*.py")))
+    return any(mark in text and defined.search(text) for text in texts)
+
+
+def _verdict(patches: Sequence[PatchStatus], native_dump: bool, captures: bool) -> tuple[bool, str]:
+    needed = [patch for patch in patches if patch.name not in {hook.name for hook in HOOKS if hook.optional}]
+    broken = {patch.group: patch.name for patch in needed if patch.reason.startswith("steps back")}
+    broken |= {patch.group: patch.name for patch in needed if patch.state == "INCOMPATIBLE"}
+    if "dump" in broken:
+        if native_dump:
+            return True, f"Train dumps will be written by slime itself: {broken['dump']} does not fit, so we step back."
+        return False, f"No v2 train dump will be written: {broken['dump']} does not fit; slime's per-rank files remain."
+    if captures:
+        who = "slime captures the log-probs"
+    elif "capture" in broken:
+        who = f"without log-probs where slime computes none, because {broken['capture']} does not fit"
+    else:
+        who = "slime_instrument captures the log-probs"
+    order = "; in the order of sample_index" if "positions" in broken else ""
+    return True, f"Train dumps will be written; {who}{order}."
 
 
 def find_slime() -> Path:

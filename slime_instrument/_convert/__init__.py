@@ -26,7 +26,7 @@ from slime_instrument._format.dumps import (
     train_dump_of,
 )
 from slime_instrument._format.schedule import schedule_of
-from slime_instrument._format.schema import CONTEXT_PARALLEL_FIELDS
+from slime_instrument._format.schema import SAMPLER_HEAD_FIELDS, SHARDED_FIELDS
 from slime_instrument._format.values import length_of, show, whole_number
 
 PathLike = str | os.PathLike[str]
@@ -178,12 +178,12 @@ def _restored(sources: dict[int, list[RankData]], layout: Layout, positions: lis
                 contribute(
                     data,
                     _topology(rank.rank, dp, cp, layout),
-                    CONTEXT_PARALLEL_FIELDS,
+                    SHARDED_FIELDS,
                     padded=padded,
                     provenance=_provenance(data, layout, padded is not None, ranks),
                 )
             )
-    parts = put_together(contributions, layout.cp, CONTEXT_PARALLEL_FIELDS)
+    parts = put_together(contributions, layout.cp, SHARDED_FIELDS)
     for name, why in ((n, w) for part in parts for n, w in {**part.head.left_out, **part.left_out}.items()):
         raise DumpError(f"{name}: {why}.")
     return parts
@@ -207,8 +207,8 @@ def _topology(rank: int, dp: int, cp: int, layout: Layout) -> Topology:
 def _provenance(data: dict[str, Any], layout: Layout, bshd: bool, ranks: Sequence[RankData]) -> dict[str, Any]:
     from slime_instrument import __version__
 
-    of_rollout = ("rollout_log_probs", "teacher_log_probs")
-    present = [name for name in CONTEXT_PARALLEL_FIELDS if data.get(name) is not None]
+    of_rollout = ("rollout_log_probs", "teacher_log_probs", *SAMPLER_HEAD_FIELDS)
+    present = [name for name in SHARDED_FIELDS if data.get(name) is not None]
     described: dict[str, Any] = {
         "slime_instrument": __version__,
         "tensor_parallel": layout.tp,

@@ -11,7 +11,7 @@ import torch
 
 from slime_instrument._format.containers import unusable
 from slime_instrument._format.dumps import RankData, RolloutDump
-from slime_instrument._format.schema import CONTEXT_PARALLEL_FIELDS, ID_COLUMNS
+from slime_instrument._format.schema import CONTEXT_PARALLEL_FIELDS, ID_COLUMNS, SHARDED_FIELDS
 from slime_instrument._format.values import (
     as_ints,
     as_list,
@@ -44,11 +44,7 @@ def whole_fields(rank: RankData, common: set[str]) -> dict[str, Any]:
         rank: a file that :func:`refuse_malformed` lets pass.
         common: the response-level fields to keep.
     """
-    data = {
-        name: value
-        for name, value in rank.rollout_data.items()
-        if name not in CONTEXT_PARALLEL_FIELDS or name in common
-    }
+    data = {name: value for name, value in rank.rollout_data.items() if name not in SHARDED_FIELDS or name in common}
     for name in ("total_lengths", "response_lengths"):
         data[name] = as_ints(data[name])
     for name in ID_COLUMNS:

@@ -36,7 +36,7 @@ from slime_instrument._dump.payload import build_payload, left_out, provenance
 from slime_instrument._dump.zigzag import Restoring, shard_lengths
 from slime_instrument._errors import DumpError, describe, not_ours
 from slime_instrument._format import journal
-from slime_instrument._format.schema import CONTEXT_PARALLEL_FIELDS
+from slime_instrument._format.schema import SHARDED_FIELDS
 from slime_instrument._log import log
 from slime_instrument._settings import Settings
 from slime_instrument._versions import versions
@@ -164,7 +164,7 @@ class Dumper:
         path: Path,
         began: float,
     ) -> None:
-        cp_fields = tuple(dict.fromkeys((*CONTEXT_PARALLEL_FIELDS, *self._settings.cp_fields)))
+        cp_fields = tuple(dict.fromkeys((*SHARDED_FIELDS, *self._settings.cp_fields)))
         if len(topology.participants) == 1:
             self._refuse_if_busy(topology)
             contribution = self._contribution(args, rollout_data, seen, topology, cp_fields)

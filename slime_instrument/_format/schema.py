@@ -20,6 +20,8 @@ __all__ = [
     "PROVENANCE",
     "REQUIRED_SAMPLE_FIELDS",
     "REQUIRED_TOP_LEVEL_KEYS",
+    "SAMPLER_HEAD_FIELDS",
+    "SHARDED_FIELDS",
     "WHOLE_BATCH_FIELDS",
     "DumpKind",
 ]
@@ -64,6 +66,13 @@ FORGOTTEN_CONTEXT_PARALLEL_FIELDS: Final = ("ref_entropy", "teacher_entropy")
 
 CONTEXT_PARALLEL_FIELDS: Final = NATIVE_CONTEXT_PARALLEL_FIELDS + FORGOTTEN_CONTEXT_PARALLEL_FIELDS
 """Every field with one value per response token that arrives in context-parallel shards."""
+
+SAMPLER_HEAD_FIELDS: Final = ("rollout_topk_token_ids", "rollout_topk_log_probs")
+"""The sampler's k likeliest tokens at each response token, shape ``(response, k)``, int32 and float32. Sharded in the
+same way, whole with ``--allgather-cp``; slime restores them without a cast, before the others."""
+
+SHARDED_FIELDS: Final = SAMPLER_HEAD_FIELDS + CONTEXT_PARALLEL_FIELDS
+"""Every field that may arrive in context-parallel shards, in the order in which a file has them."""
 
 REQUIRED_SAMPLE_FIELDS: Final = ("data_parallel_rank", "tokens", "total_lengths", "response_lengths", "loss_masks")
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from slime_instrument._hooks.process import Loaded
+from slime_instrument._patching.patch import Target
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +21,9 @@ POSITION_KEY = "partition"
 """slime's own name for each local sample's position in the rollout; what travels inside the micro-batch."""
 LOCAL_KEY = "_slime_instrument_local"
 """Stand-in key where the positions are not known: the index among the local samples."""
+
+NATIVE_CAPTURE = Target.parse("slime.backends.megatron_utils.loss:enable_log_prob_capture")
+"""slime's own capture of log-probs, since #2266. It finds the samples by their positions, which slime keeps for it."""
 
 T = TypeVar("T")
 
@@ -108,10 +112,14 @@ class CaptureSession:
         self.failure = self.failure or reason
         self._take_back(self._added)
 
-    def begin_step(self, step: int) -> None:
-        """The optimizer step ``step`` of this rollout begins."""
+    def begin_training(self) -> None:
+        """The forward passes before the first optimizer step are over; what they computed is in ``rollout_data``."""
         if self.optimizer_step is None:
             self._had_log_probs = not self.wanted
+
+    def begin_step(self, step: int) -> None:
+        """The optimizer step ``step`` of this rollout begins."""
+        self.begin_training()
         self.optimizer_step = step
 
     def capture(self, positions: Sequence[int], log_probs: Sequence[torch.Tensor]) -> None:
@@ -197,3 +205,9 @@ def policy_loss() -> PolicyLoss | None:
     """
     loss = POLICY_LOSSES.current()
     return None if loss is None or loss.session is not SESSIONS.current() else loss
+
+
+def dict_with(key: str, value: Any) -> dict[str, Any] | None:
+    """The dict that holds ``key``: ``value`` itself, or a member of a tuple or list. None where there is none."""
+    candidates = value if isinstance(value, (tuple, list)) else (value,)
+    return next((each for each in candidates if isinstance(each, dict) and key in each), None)

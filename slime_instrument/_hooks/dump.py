@@ -12,7 +12,7 @@ from typing import Any
 from slime_instrument._dump.contribute import Seen, megatron_is_up
 from slime_instrument._errors import describe
 from slime_instrument._hooks.capture import LOCAL_KEY, POSITION_KEY, CaptureSession, current_session
-from slime_instrument._hooks.process import Loaded, Process, dump_is_asked_for
+from slime_instrument._hooks.process import Loaded, Process, arguments, dump_is_asked_for
 from slime_instrument._patching.patch import Call, State, instead
 
 
@@ -22,11 +22,11 @@ from slime_instrument._patching.patch import Call, State, instead
     "slime.backends.megatron_utils.train_dump_utils:save_debug_train_data",
     "slime.utils.train_dump_utils:save_debug_train_data",
     group="dump",
-    takes=("args", "rollout_id", "rollout_data"),
+    takes=("rollout_id", "rollout_data"),
     on_failure="This rollout has no train dump.",
 )
 def save_debug_train_data(call: Call) -> Any:
-    args, rollout_id, rollout_data = call["args"], call["rollout_id"], call["rollout_data"]
+    args, rollout_id, rollout_data = arguments(call), call["rollout_id"], call["rollout_data"]
     if not dump_is_asked_for(args) or not megatron_is_up():
         return NotImplemented
     process: Process = call.process

@@ -14,6 +14,7 @@ orders its samples by sample index instead.
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import threading
 from collections.abc import Iterator
@@ -23,9 +24,9 @@ from typing import Any
 import wrapt
 
 from slime_instrument._dump.contribute import megatron_is_up
-from slime_instrument._hooks.capture import POSITION_KEY, Scope
-from slime_instrument._hooks.process import Loaded, Process, dump_is_asked_for
-from slime_instrument._patching.patch import Call, around
+from slime_instrument._hooks.capture import NATIVE_CAPTURE, POSITION_KEY, Scope, dict_with
+from slime_instrument._hooks.process import Loaded, Process, arguments, dump_is_asked_for
+from slime_instrument._patching.patch import Already, Call, around
 
 _MODULE = "slime.utils.data"
 
@@ -35,21 +36,21 @@ _MODULE = "slime.utils.data"
     f"{_MODULE}:process_rollout_data",
     group="positions",
     needs=("rollout-metrics",),  # hides what is added here from slime's metrics
-    takes=("args", "rollout_data_ref", "dp_rank", "dp_size"),
+    unless=Already(NATIVE_CAPTURE, "slime itself keeps the positions since #2266"),
     on_failure="The positions of this rollout's samples are lost, and with them its train dump.",
 )
 def keep_positions(call: Call) -> Iterator[None]:
     process: Process = call.process
     process.take_failures()  # a new rollout begins; what failed before concerned another one
     # On another backend (FSDP) an unknown key in rollout_data is not ours to add.
-    if not dump_is_asked_for(call["args"]) or not megatron_is_up():
+    if not dump_is_asked_for(arguments(call)) or not megatron_is_up():
         return
     arrived: list[Any] = []
-    with LOADS.opened(arrived), _watched_ray():
+    with LOADS.opened(arrived), _watched_ray(process):
         yield
-    rollout_data = call.result
-    if isinstance(rollout_data, dict):
-        process.loaded = Loaded()
+    process.loaded = Loaded()
+    rollout_data = dict_with("total_lengths", call.result)
+    if rollout_data is not None:
         process.loaded = _with_positions(call, rollout_data, arrived)
 
 
@@ -57,7 +58,7 @@ def _with_positions(call: Call, rollout_data: dict[str, Any], arrived: list[Any]
     """Put the positions into ``rollout_data`` unless slime left them there."""
     if POSITION_KEY in rollout_data:
         return Loaded("partition")
-    positions = arrived[-1] if arrived else reconstruct(call["args"], rollout_data, call["dp_rank"], call["dp_size"])
+    positions = arrived[-1] if arrived else _reconstructed(call, rollout_data)
     if positions is None or len(positions) != len(rollout_data["total_lengths"]):
         return Loaded()
     rollout_data[POSITION_KEY] = [int(position) for position in positions]
@@ -87,9 +88,10 @@ class WatchedRay(wrapt.ObjectProxy[Any]):
 
 
 @contextmanager
-def _watched_ray() -> Iterator[None]:
+def _watched_ray(process: Process) -> Iterator[None]:
     """The stand-in is in place while any thread loads, and what it stands for is back after the last one."""
-    namespace = vars(sys.modules[_MODULE])
+    loader: Any = inspect.unwrap(process.patcher["data-loader"].original)
+    namespace = loader.__globals__  # of the module that defines it, which need not be the one that it is taken from
     if "ray" not in namespace:  # positions then count as unknown, unless they can be worked out
         yield
         return
@@ -109,6 +111,13 @@ def _watched_ray() -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- v0.2.0
+
+
+def _reconstructed(call: Call, rollout_data: dict[str, Any]) -> list[int] | None:
+    dp_rank, dp_size = call.get("dp_rank"), call.get("dp_size")
+    if dp_rank is None or dp_size is None:
+        return None
+    return reconstruct(arguments(call), rollout_data, dp_rank, dp_size)
 
 
 def reconstruct(args: Any, rollout_data: dict[str, Any], dp_rank: int, dp_size: int) -> list[int] | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from slime_instrument._dump.dumper import Dumper
     from slime_instrument._hooks.capture import CaptureSession
+    from slime_instrument._patching.patch import Call
     from slime_instrument._patching.patcher import Patcher
 
 
@@ -23,10 +24,12 @@ class Loaded:
 class Process(Protocol):
     """``call.process`` of every hook; :class:`slime_instrument._runtime.Runtime` is one.
 
-    ``route``: how it was armed, in words. ``loaded``: what the newest load left.
+    ``route``: how it was armed, in words. ``args``: slime's arguments, once its trainer was started with them.
+    ``loaded``: what the newest load left.
     """
 
     route: str
+    args: Any
     loaded: Loaded
     patcher: Patcher
     dumper: Dumper
@@ -41,6 +44,11 @@ class Process(Protocol):
 
     def rollout_ended(self, session: CaptureSession) -> None:
         """The ``train_actor`` call of ``session`` is over."""
+
+
+def arguments(call: Call) -> Any:
+    """slime's arguments: those of the call, else those that the trainer was started with; None before it was."""
+    return call.get("args", call.process.args)
 
 
 def dump_is_asked_for(args: Any) -> bool:

@@ -12,13 +12,13 @@ from slime_instrument._patching.patch import Call, around
 @around(
     "start",
     "slime.backends.megatron_utils.actor:MegatronTrainRayActor.init",
-    takes=("self", "args", "role"),
+    takes=("args",),
     optional=True,
     on_failure="The checks at the start of training are lost.",
 )
 def check_run(call: Call) -> Iterator[None]:
     process: Process = call.process
-    args = call["args"]
+    args = process.args = call["args"]
     if call.get("role", "actor") != "actor" or getattr(args, "debug_rollout_only", False):
         return
     if not dump_is_asked_for(args):

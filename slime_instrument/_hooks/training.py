@@ -13,6 +13,7 @@ from typing import Any
 from slime_instrument._dump.contribute import megatron_is_up
 from slime_instrument._hooks.capture import (
     LOCAL_KEY,
+    NATIVE_CAPTURE,
     POLICY_LOSSES,
     POSITION_KEY,
     SESSIONS,
@@ -20,12 +21,14 @@ from slime_instrument._hooks.capture import (
     PolicyLoss,
     capturing,
     current_session,
+    dict_with,
     policy_loss,
 )
-from slime_instrument._hooks.process import Process, dump_is_asked_for
-from slime_instrument._patching.patch import Call, around
+from slime_instrument._hooks.process import Process, arguments, dump_is_asked_for
+from slime_instrument._patching.patch import Already, Call, around
 
 _MEGATRON = "slime.backends.megatron_utils"
+_NATIVE = Already(NATIVE_CAPTURE, "slime captures these log-probs itself since #2266")
 _LOST_LOG_PROBS = "The log-probs of this micro-batch are lost, and with them this rollout's train dump."
 
 
@@ -80,7 +83,7 @@ def drain_native_capture() -> None:
     "rollout-metrics",
     "slime.observability.train_metric_utils:log_rollout_data",
     f"{_MEGATRON}.data:log_rollout_data",
-    takes=("rollout_id", "args", "rollout_data"),
+    takes=("rollout_data",),
     on_failure="A key of ours may show up in slime's metrics.",
 )
 def hide_positions(call: Call) -> Iterator[None]:
@@ -90,8 +93,11 @@ def hide_positions(call: Call) -> Iterator[None]:
     belong in the dump; so it gets the very same dict, with our keys out of it for the length of the call. Since #2266
     slime itself logs a meaningless ``rollout/partition``, which disappears the same way.
     """
-    if not dump_is_asked_for(call["args"]):
+    if not dump_is_asked_for(arguments(call)):
         return
+    session = current_session()
+    if session is not None:
+        session.begin_training()  # slime logs right before it trains
     rollout_data = call["rollout_data"]
     hidden = {key: rollout_data.pop(key) for key in (POSITION_KEY, LOCAL_KEY) if key in rollout_data}
     try:
@@ -104,7 +110,7 @@ def hide_positions(call: Call) -> Iterator[None]:
     "optimizer-step",
     f"{_MEGATRON}.model:train_one_step",
     needs=("dump",),
-    takes=("rollout_id", "step_id"),
+    takes=("step_id",),
     optional=True,
     on_failure="The optimizer step of captured log-probs is lost.",
     idle=lambda: current_session() is None,
@@ -121,9 +127,10 @@ def note_step(call: Call) -> Iterator[None]:
     f"{_MEGATRON}.data:DataIterator.get_next",
     group="capture",
     needs=("dump",),
-    takes=("self", "keys"),
+    takes=("keys",),
     on_failure=_LOST_LOG_PROBS,
     idle=lambda: capturing() is None,
+    unless=_NATIVE,
 )
 def ask_for_positions(call: Call) -> Iterator[None]:
     """Each sample's position travels inside the batch.
@@ -134,16 +141,9 @@ def ask_for_positions(call: Call) -> Iterator[None]:
     session = capturing()
     if session is None or session.key in call["keys"]:
         return
-    if session.key in getattr(call["self"], "rollout_data", session.rollout_data):
+    if session.key in getattr(call.get("self"), "rollout_data", session.rollout_data):
         call["keys"] = [*call["keys"], session.key]
     yield
-
-
-def native_capture(module: Any) -> str | None:
-    """slime since #2266 captures by itself; its values are the ones that its own dump holds."""
-    if hasattr(module, "enable_log_prob_capture"):
-        return "slime captures these log-probs itself since #2266"
-    return None
 
 
 @around(
@@ -151,10 +151,10 @@ def native_capture(module: Any) -> str | None:
     f"{_MEGATRON}.loss:policy_loss_function",
     group="capture",
     needs=("dump",),
-    takes=("args", "batch", "logits", "sum_of_sample_mean"),
+    takes=("batch",),
     on_failure=_LOST_LOG_PROBS,
     idle=lambda: capturing() is None,
-    unneeded=native_capture,
+    unless=_NATIVE,
 )
 def mark_policy_loss(call: Call) -> Iterator[None]:
     """Log-probs are taken only inside the policy loss: ref, teacher and old-actor passes compute them too."""
@@ -171,10 +171,9 @@ def mark_policy_loss(call: Call) -> Iterator[None]:
     f"{_MEGATRON}.loss:get_log_probs_and_entropy",
     group="capture",
     needs=("dump",),
-    takes=("logits", "unconcat_tokens", "total_lengths", "response_lengths"),
     on_failure=_LOST_LOG_PROBS,
     idle=lambda: policy_loss() is None,
-    unneeded=native_capture,
+    unless=_NATIVE,
 )
 def take_log_probs(call: Call) -> Iterator[None]:
     """The per-sample list never leaves ``policy_loss_function``, so it is taken here, where it appears. A recomputed
@@ -191,6 +190,8 @@ def take_log_probs(call: Call) -> Iterator[None]:
 
 def per_sample(result: Any) -> Sequence[Any]:
     """The list of per-sample log-probs: the result is a dict up to v0.2.2, ``(tensor, dict)`` since v0.2.3."""
-    found = result if isinstance(result, dict) else result[1]
+    found = dict_with("log_probs", result)
+    if found is None:
+        raise TypeError(f"expected a dict with log_probs, alone or in a tuple; found {type(result).__name__}")
     log_probs: Sequence[Any] = found["log_probs"]
     return log_probs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -79,20 +79,26 @@ def look_at(module: ModuleType, attribute: str) -> Signature | str | None:
 # ---------------------------------------------------------------- a source tree; nothing of it is imported or run
 
 
-@dataclass
-class SourceModule:
-    """The names of a module file. Functions and methods have their signature; other names have a text.
+@dataclass(frozen=True)
+class Imported:
+    """A name that a module has from another one."""
 
-    Top-level names can also be asked for with ``hasattr``, as of an imported module.
-    """
+    module: str
+    name: str
+
+
+Found = Signature | Imported | str
+
+
+@dataclass(frozen=True)
+class SourceModule:
+    """The names of a module file, those of classes as ``Class.name``. Functions have their signature, names from other
+    modules say from where; the others have a text."""
 
     path: Path
-    names: dict[str, Signature | str] = field(default_factory=dict)
-
-    def __getattr__(self, name: str) -> object:
-        if name in self.__dict__.get("names", {}):
-            return self.names[name]
-        raise AttributeError(name)
+    names: dict[str, Found]
+    stars: list[str]
+    """Modules of which it has all names."""
 
 
 def read_module(root: Path, name: str) -> SourceModule | None:
@@ -101,9 +107,28 @@ def read_module(root: Path, name: str) -> SourceModule | None:
     path = next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
     if path is None:
         return None
-    module = SourceModule(path)
-    _collect(ast.parse(path.read_bytes(), filename=str(path)).body, "", module.names)
+    module = SourceModule(path, {}, [])
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    _collect(ast.parse(path.read_bytes(), filename=str(path)).body, "", package, module)
     return module
+
+
+def look_up(root: Path, target: Target, most: int = 8) -> Signature | str | None:
+    """What stands at ``target`` in the source tree ``root``, for :func:`misfit`; imported names are followed, up to
+    ``most`` times."""
+    module = read_module(root, target.module)
+    if module is None:
+        return None
+    found = module.names.get(target.attribute)
+    first, _, rest = target.attribute.partition(".")
+    origin = module.names.get(first)
+    if most and isinstance(origin, Imported):
+        behind = Target(origin.module, f"{origin.name}.{rest}" if rest else origin.name)
+        return look_up(root, behind, most - 1) or "is imported; expected a plain function"
+    if most and origin is None:
+        behinds = (look_up(root, Target(star, target.attribute), most - 1) for star in module.stars)
+        return next((each for each in behinds if each is not None), None)
+    return "is imported; expected a plain function" if isinstance(found, Imported) else found
 
 
 def probe(patches: Iterable[Patch], root: Path) -> list[PatchStatus]:
@@ -120,24 +145,22 @@ def probe(patches: Iterable[Patch], root: Path) -> list[PatchStatus]:
 
 
 def _probe_one(patch: Patch, root: Path) -> tuple[Target, State, str]:
+    if patch.unless is not None and look_up(root, patch.unless.target) is not None:
+        return patch.targets[0], State.SKIPPED, patch.unless.reason
     reasons = []
     for target in patch.targets:
-        module = read_module(root, target.module)
-        if module is None:
+        if read_module(root, target.module) is None:
             reasons.append(f"there is no module {target.module}")
             continue
-        why_not = misfit(patch, target, module.names.get(target.attribute))
-        if why_not is not None:
-            reasons.append(why_not)
-            continue
-        unneeded = patch.unneeded(module)
-        if unneeded is not None:
-            return target, State.SKIPPED, unneeded
-        return target, State.PENDING, "fits; applied when its module is imported"
+        why_not = misfit(patch, target, look_up(root, target))
+        if why_not is None:
+            return target, State.PENDING, "fits"
+        reasons.append(why_not)
     return patch.targets[-1], State.INCOMPATIBLE, "; ".join(reasons)
 
 
-def _collect(body: Iterable[ast.stmt], prefix: str, names: dict[str, Signature | str]) -> None:
+def _collect(body: Iterable[ast.stmt], prefix: str, package: str, found: SourceModule) -> None:
+    names = found.names
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             arguments = node.args
@@ -145,7 +168,15 @@ def _collect(body: Iterable[ast.stmt], prefix: str, names: dict[str, Signature |
             names[prefix + node.name] = Signature(tuple(a.arg for a in named), arguments.kwarg is not None)
         elif isinstance(node, ast.ClassDef):
             names[prefix + node.name] = "is a class; expected a plain function"
-            _collect(node.body, f"{prefix}{node.name}.", names)
+            _collect(node.body, f"{prefix}{node.name}.", package, found)
+        elif isinstance(node, ast.ImportFrom) and not prefix:
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                if alias.name == "*":
+                    found.stars.append(module)
+                else:
+                    names[alias.asname or alias.name] = Imported(module, alias.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             for alias in node.names:
                 names[prefix + (alias.asname or alias.name.split(".")[0])] = "is imported; expected a plain function"
@@ -156,4 +187,4 @@ def _collect(body: Iterable[ast.stmt], prefix: str, names: dict[str, Signature |
             inner = [*node.body, *getattr(node, "orelse", ()), *getattr(node, "finalbody", ())]
             for handler in getattr(node, "handlers", ()):
                 inner += handler.body
-            _collect(inner, prefix, names)
+            _collect(inner, prefix, package, found)

@@ -97,8 +97,12 @@ Around = Callable[[Call], Iterator[None]]
 Instead = Callable[[Call], Any]
 
 
-def _always_needed(_module: Any) -> str | None:
-    return None
+@dataclass(frozen=True)
+class Already:
+    """What makes a patch unnecessary: where there is something at ``target``, ``reason`` holds."""
+
+    target: Target
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ class Patch:
     needs: tuple[str, ...] = ()
     optional: bool = False
     on_failure: str = "What it adds is lost for this call."
-    unneeded: Callable[[Any], str | None] = _always_needed
+    unless: Already | None = None
 
     def __post_init__(self) -> None:
         if not self.targets or (self.around is None) == (self.instead is None):
@@ -134,7 +138,7 @@ def around(name: str, *targets: str, group: str = "", **more: Any) -> Callable[[
         needs: groups without which this patch is not applied.
         optional: the target may be missing without the group stepping back.
         on_failure: what a failure costs, as a sentence for the log.
-        unneeded: asked with the target's module; the reason why the patch is not needed there, or None.
+        unless: what makes the patch unnecessary; it is skipped then, whether its target fits or not.
     """
     return lambda hook: Patch(name, tuple(map(Target.parse, targets)), group or name, around=hook, **more)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +14,7 @@ from slime_instrument._patching.apply import apply, drift, remove
 from slime_instrument._patching.failures import FailurePolicy
 from slime_instrument._patching.fit import look_at, misfit, stepping_back
 from slime_instrument._patching.imports import ImportWatch, on_import
-from slime_instrument._patching.patch import Patch, State, Target
+from slime_instrument._patching.patch import Already, Patch, State, Target
 from slime_instrument._patching.placement import PatchStatus, Placement
 
 _IN_PLACE = (State.ACTIVE, State.DRIFTED)
@@ -57,6 +58,9 @@ class Patcher:
                 names = " or ".join(dict.fromkeys(target.module for target in placement.patch.targets))
                 placement.set_state(State.PENDING, f"waiting for the import of {names}")
         for placement in self:
+            if placement.patch.unless is not None:
+                already = placement.patch.unless
+                self._watches.append(on_import(already.target.module, self._on_alternative(placement, already)))
             for target in placement.patch.targets:
                 self._watches.append(on_import(target.module, self._on_arrival(placement, target)))
 
@@ -82,6 +86,8 @@ class Patcher:
         """
         with self._lock:
             for placement in self:
+                if placement.state is State.PENDING and not placement.patch.optional:
+                    self._import_alternatives(placement)
                 if placement.state is State.PENDING and all(
                     str(target) in placement.misfits or target.module not in sys.modules
                     for target in placement.patch.targets
@@ -92,6 +98,17 @@ class Patcher:
                     placement.set_state(State.SKIPPED if elsewhere else State.INCOMPATIBLE, why)
             self._step_back()
             self.look_for_drift()
+
+    def _import_alternatives(self, placement: Placement) -> None:
+        """A module that nothing imports any more may still offer the target, from where that is now."""
+        for target in placement.patch.targets:
+            if target.module in sys.modules or target.module.partition(".")[0] not in sys.modules:
+                continue
+            try:
+                importlib.import_module(target.module)
+            except Exception as error:
+                if not_ours(error):
+                    raise
 
     def is_active(self, group: str) -> bool:
         """Whether what ``group`` does can be relied on: every patch of it that is not optional is in place."""
@@ -128,14 +145,32 @@ class Patcher:
 
         return arrived
 
+    def _on_alternative(self, placement: Placement, already: Already) -> Callable[[ModuleType], None]:
+        """Where it is there, the patch is not needed: it comes off, and whether its target fits is of no interest."""
+
+        def arrived(module: ModuleType) -> None:
+            with self._lock:
+                if not self.armed or placement.state is State.FAILED:
+                    return
+                try:
+                    if look_at(module, already.target.attribute) is None:
+                        return
+                    if placement in self._applied:
+                        self._applied.remove(placement)
+                        remove(placement)
+                    placement.set_state(State.SKIPPED, already.reason)
+                except Exception as error:
+                    placement.set_state(State.FAILED, f"could not be applied: {describe(error)}")
+                    if not_ours(error):
+                        raise
+                    self._step_back()
+
+        return arrived
+
     def _offer(self, placement: Placement, target: Target, module: ModuleType) -> None:
         try:
             why_not = misfit(placement.patch, target, look_at(module, target.attribute))
-            unneeded = placement.patch.unneeded(module) if why_not is None else None
-            if unneeded is not None:
-                placement.target = target
-                placement.set_state(State.SKIPPED, unneeded)
-            elif why_not is not None:
+            if why_not is not None:
                 placement.misfits[str(target)] = why_not
                 if len(placement.misfits) == len(placement.patch.targets):
                     placement.set_state(State.INCOMPATIBLE, "; ".join(placement.misfits.values()))

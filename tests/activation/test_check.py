@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from slime_instrument._activation.check import check
 from slime_instrument.lab._sources import MINIATURE
 
@@ -82,7 +84,8 @@ def test_one_slime_on_the_path_is_probed(tmp_path: Path) -> None:
 def test_the_miniature_fits_and_the_slime_folder_itself_may_be_named() -> None:
     for folder in (MINIATURE, MINIATURE / "slime"):
         result = check(folder)
-        assert result.applicable
+        assert result.dumps_written
+        assert result.verdict == "Train dumps will be written; slime_instrument captures the log-probs."
         assert not result.native_dump
         assert result.path == MINIATURE
 
@@ -96,4 +99,26 @@ def test_a_misfit_is_named_and_its_companions_step_back(tmp_path: Path) -> None:
     assert "slime.backends.megatron_utils.loss has no policy_loss_function" in patches["policy-loss"].reason
     assert patches["log-probs"].state == patches["micro-batches"].state == "SKIPPED"
     assert patches["train-dump"].state == "PENDING"
-    assert not check(tmp_path).applicable
+    result = check(tmp_path)
+    assert result.dumps_written, "with everything but log-probs"
+    assert "without log-probs where slime computes none, because policy-loss does not fit" in result.verdict
+
+
+def test_without_the_dump_function_no_dump_will_be_written_and_the_first_line_says_so(tmp_path: Path) -> None:
+    shutil.copytree(MINIATURE / "slime", tmp_path / "slime")
+    for path in (tmp_path / "slime").rglob("*.py"):
+        path.write_text(path.read_text().replace("save_debug_train_data(", "write_debug_train_data("))
+    answer = ask("--slime", str(tmp_path))
+    assert answer.returncode == 1
+    first = "No v2 train dump will be written: train-dump does not fit; slime's per-rank files remain."
+    assert answer.stdout.splitlines()[0] == first
+
+
+def test_slime_source_is_what_is_checked_where_no_folder_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIME_SOURCE", str(MINIATURE))
+    answer = ask()
+    assert answer.returncode == 0
+    assert str(MINIATURE) in answer.stdout
+    assert max(map(len, answer.stdout.splitlines())) <= 120
+    names = {line.split()[1] for line in answer.stdout.splitlines()[2:] if not line.startswith(" ")}
+    assert {"train-dump", "policy-loss", "data-loader"} <= names

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from slime_instrument._activation.check import CheckResult
 from slime_instrument._errors import InstrumentError
+from slime_instrument._patching.placement import PatchStatus
 
 from .outcomes import PATCH, strict
 
@@ -28,15 +29,17 @@ def test_status_prints_the_table_or_the_document(call: Any, monkeypatch: pytest.
     assert call("status").out == "a table\n"
 
 
-@pytest.mark.parametrize(("applicable", "code"), [(True, 0), (False, 1)])
-def test_check_is_exit_1_if_a_patch_is_not_applicable(call: Any, stand_in: Any, applicable: bool, code: int) -> None:
-    document = {"slime": {"version": "0.3.1", "native_dump": False, "path": "/x"}, "patches": [PATCH]}
-    result = SimpleNamespace(applicable=applicable, as_dict=lambda: document)
+@pytest.mark.parametrize(("written", "code"), [(True, 0), (False, 1)])
+def test_check_is_exit_1_if_no_dump_will_be_written(call: Any, stand_in: Any, written: bool, code: int) -> None:
+    patch = PatchStatus("data-loader", "positions", PATCH["target"], "ACTIVE", "", 2, 0)
+    result = CheckResult(Path("/x"), "0.3.1", False, written, "The verdict.", (patch,))
+    document = result.as_dict()
     stand_in("slime_instrument._activation.check", check=lambda slime: result)
     outcome = call("check", "--slime", "/x", "--json")
     assert (outcome.code, strict(outcome.out)) == (code, document)
     text = call("check")
-    assert (text.code, text.out.splitlines()[0]) == (code, "slime 0.3.1 at /x: has no v2 dump of its own")
+    assert text.code == code
+    assert text.out.splitlines()[:2] == ["The verdict.", "slime 0.3.1 at /x: has no v2 dump of its own"]
     assert "process_rollout_data" in text.out
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime_instrument._patching.patch import Patch, Target
+from slime_instrument._patching.patch import Already, Patch, Target
 from slime_instrument._patching.patcher import Patcher
 
 from .world import World, doing, patch, same, tagging
@@ -89,10 +89,26 @@ def test_a_need_that_is_not_there_breaks_only_those_that_need_it(world: World, p
 
 def test_a_patch_that_is_not_needed_breaks_nothing(world: World, patcher: Make) -> None:
     target = world.make("target", AB)
-    ours = patcher(*two(unneeded=lambda module: "slime does it itself" if hasattr(module, "a") else None))
+    ours = patcher(*two(unless=Already(Target.parse("target:a"), "slime does it itself")))
     ours.arm()
     assert states(ours) == {"a": "ACTIVE", "b": "SKIPPED"}
     assert ours["b"].reason == "slime does it itself"
+    assert target.b(1) == 1
+
+
+@pytest.mark.parametrize("second", ["target:b", "target:missing"])
+def test_what_makes_a_patch_unnecessary_may_come_after_its_target(world: World, patcher: Make, second: str) -> None:
+    """Whether the target fits is of no interest then, and what was applied already comes off."""
+    ours = patcher(*two(second=second, group="own", unless=Already(Target.parse("later:c"), "slime does it itself")))
+    ours.arm()
+    target = world.make("target", AB)
+    before = states(ours)["b"]
+    world.make("later", "c = 1")
+    assert before == ("ACTIVE" if second == "target:b" else "INCOMPATIBLE")
+    assert states(ours) == {"a": "ACTIVE", "b": "SKIPPED"}
+    assert ours["b"].reason == "slime does it itself"
+    assert target.b(1) == 1
+    ours.disarm()
     assert target.b(1) == 1
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from slime_instrument._patching import apply as apply_module
 from slime_instrument._patching.imports import on_import
+from slime_instrument._patching.patch import Already, Target
 from slime_instrument._patching.patcher import Patcher
 
 from .world import World, patch, tagging
@@ -73,7 +74,7 @@ def test_a_failing_import_fails_with_its_own_error_and_the_retry_is_patched(
     assert world.load("target").function(1) == ("seen", 1)
 
 
-@pytest.mark.parametrize("broken", ["misfit", "apply", "unneeded"])
+@pytest.mark.parametrize("broken", ["misfit", "apply", "look_at", "unless"])
 def test_an_exception_in_a_hook_of_ours_never_reaches_the_import(
     world: World, patcher: Make, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
@@ -83,10 +84,9 @@ def test_an_exception_in_a_hook_of_ours_never_reaches_the_import(
     import slime_instrument._patching.patcher as patcher_module
 
     more: dict[str, Any] = {}
-    if broken == "unneeded":
-        more["unneeded"] = fail
-    else:
-        monkeypatch.setattr(patcher_module, broken, fail)
+    if broken == "unless":
+        more["unless"] = Already(Target.parse("target:other"), "not needed")
+    monkeypatch.setattr(patcher_module, "look_at" if broken == "unless" else broken, fail)
     ours = patcher(patch("target:function", tagging("seen"), **more), patch("target:other", name="other"))
     ours.arm()
     target = world.make("target", "def function(a): return a\ndef other(a): return a\n")
