@@ -78,7 +78,7 @@ LOSSES = {
     "opsm": Recipe({"use_opsm": True, "opsm_delta": 0.1, **ROLLOUT}),
     "kl in the loss": Recipe({"use_kl_loss": True, "kl_loss_coef": 0.1}, with_ref=True),
     "tokens alike": Recipe({"calculate_per_token_loss": True, **ROLLOUT}),
-    "fan-out": Recipe({}, samples="uneven"),
+    "fan-out": Recipe({}, samples="uneven", not_in=BEFORE_0_3),
 }
 
 
