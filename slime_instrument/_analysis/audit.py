@@ -14,8 +14,14 @@ from typing import Any
 
 import torch
 
-from slime_instrument._analysis.groups import GROUPED_ESTIMATORS, Baseline, executions, prompt_groups, slimes_baseline
 from slime_instrument._analysis.read_pair import ReadPair
+from slime_instrument._analysis.rollout_groups import (
+    GROUPED_ESTIMATORS,
+    Baseline,
+    executions,
+    prompt_groups,
+    slimes_baseline,
+)
 from slime_instrument._dump.zigzag import owned
 from slime_instrument._format.join import Pair
 from slime_instrument._format.values import integers, log_probs, number, truth, whole_number

@@ -230,7 +230,7 @@ def find_all(view: View) -> tuple[Finding, ...]:
             explained = one.tokens if explained is None else explained | one.tokens
     findings += diagnose(replace(view, explained=explained, memo={}))
     findings += last_facts(view, findings)
-    left = unexplained(view, findings)
+    left = None if any(one.code == "unexplained-mismatch" for one in findings) else unexplained(view, findings)
     return tuple(findings if left is None else [*findings, left])
 
 

@@ -19,8 +19,8 @@ class Estimate:
         name: what is estimated, such as ``temperature``.
         value, low, high: the estimate and its 95 % interval.
         n_tokens: tokens that it rests on.
-        needed: the fewest tokens that such an estimate needs.
-        looks_like: codes of the causes that would look the same in these data.
+        needed: the fewest tokens with which this would still have been named, at the same size of the fault.
+        looks_like: what else would look the same in these data, in words.
     """
 
     name: str

@@ -99,9 +99,10 @@ class View:
         return torch.bincount(self.sample, weights=values, minlength=len(self.table.lengths)).double()
 
     def positions(self, pairs: torch.Tensor | list[int]) -> tuple[int, ...]:
-        """Rollout positions of pairs, given by their number, in order and each once."""
-        numbers = pairs.tolist() if isinstance(pairs, torch.Tensor) else pairs
-        return tuple(sorted({self.table.pairs[i].position for i in numbers}))
+        """Rollout positions of pairs, given by their numbers or as a ``(S,)`` bool tensor, in order and each once."""
+        if isinstance(pairs, torch.Tensor):
+            pairs = pairs.nonzero().flatten().tolist() if pairs.dtype == torch.bool else pairs.tolist()
+        return tuple(sorted({self.table.pairs[i].position for i in pairs}))
 
     def positions_with(self, tokens: torch.Tensor) -> tuple[int, ...]:
         """Rollout positions of the pairs that have any of the tokens, bool, shape ``(N,)``."""

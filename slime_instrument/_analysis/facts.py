@@ -9,20 +9,22 @@ import torch
 
 from slime_instrument._analysis.diagnosis import Finding
 from slime_instrument._analysis.evidence import View
-from slime_instrument._analysis.table import KINDS
+from slime_instrument._analysis.table import KINDS, is_filler
 from slime_instrument._dump.zigzag import owned
 from slime_instrument._format.values import HIGHEST_LOG_PROB, differs_beyond_rounding, log_probs, show, whole_number
 
 
 def first_facts(view: View) -> list[Finding]:
     """Facts that other findings should know: the tokens that they explain are not looked at again."""
-    return _found(view, _missing, _positive, _own_copy, _rank_order)
+    return _found(view, _missing, _positive, _rank_order)
 
 
 def last_facts(view: View, findings: list[Finding]) -> list[Finding]:
-    """Facts that another finding may have a better name for: masks that differ, other than by a shift."""
+    """Facts that another finding may have a better name for: values that are another sample's or another token's, and
+    masks that are shifted."""
+    moved = {position for one in findings if one.code in _MOVED for position in one.samples}
     shifted = {position for one in findings if one.code == "mask-shift" for position in one.samples}
-    return _found(view, lambda all_of_it: _masks(all_of_it, shifted))
+    return _found(view, lambda found: _own_copy(found, moved), lambda found: _masks(found, shifted))
 
 
 def _found(view: View, *looks: Callable[[View], Finding | None]) -> list[Finding]:
@@ -72,7 +74,10 @@ def _positive(view: View) -> Finding | None:
     return Finding("positive-log-probs", message, view.positions_with(tokens), counts, view.tokens_of(pairs))
 
 
-def _own_copy(view: View) -> Finding | None:
+_MOVED = frozenset({"sample-swap", "token-shift", "cp-boundary", "join-unconfirmed"})
+
+
+def _own_copy(view: View, moved: set[int]) -> Finding | None:
     """Training's own copy of the rollout's log-probs is not what the rollout dump holds."""
     table = view.table
     wrong = torch.zeros_like(table.mask)
@@ -80,9 +85,12 @@ def _own_copy(view: View) -> Finding | None:
         span = table.tokens_of(i)
         stored = pair.train.get("rollout_log_probs")
         copy = log_probs(stored)
-        if copy is None or len(copy[0]) != int(table.lengths[i]) or bool(table.removed[i]):
+        if copy is None or len(copy[0]) != int(table.lengths[i]) or pair.position in moved:
             continue
-        wrong[span] = differs_beyond_rounding(copy[0], table.rollout[span], stored) & table.mask[span]
+        rollout = table.rollout[span]
+        usable = table.mask[span] & rollout.isfinite() & ~is_filler(rollout)
+        wrong[span] = differs_beyond_rounding(copy[0], rollout, stored) & usable
+    wrong &= ~table.removed.repeat_interleave(table.lengths)
     n = int(wrong.sum())
     if not n:
         return None

@@ -1,96 +1,117 @@
-"""Which samples of a rollout belong together: those of one prompt, and those of one execution."""
+"""Samples that differ alike: a fault may concern some samples only, and a mean over all makes it look like another.
+
+The level of a sample is its mismatch in nats of logit, Σ\\|δ\\| / Σ(1 - μ). Two groups are told apart where one normal
+distribution of log-levels is clearly a worse description than two, and the two hardly overlap.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import math
 from dataclasses import dataclass
-from typing import Any
 
-from slime_instrument._format.values import whole_number
+import torch
 
-GROUPED_ESTIMATORS = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
-"""Estimators for which slime subtracts a baseline from the rewards of a group."""
+from slime_instrument._analysis.evidence import View
+from slime_instrument._analysis.moments import Moments
+
+__all__ = ["Group", "groups", "moments_of"]
+
+_TOKENS = 12  # of a sample, below which its level says little
+_SAMPLES = 3  # in the smaller group
+_APART = 3.0  # means of the groups, in standard deviations within them
+_TIMES = 1.6  # and as a ratio of levels
+_BETTER = 12.0  # log-likelihood that two groups must gain for their two further parameters
+_ENOUGH = 1 << 19  # tokens of a group; more do not make anything clearer
+_FLOOR = 1e-3  # nats of logit; smaller levels are alike
 
 
 @dataclass(frozen=True)
-class Baseline:
-    """Over which samples slime takes the mean reward that it subtracts.
-
-    slime cuts the batch into runs of ``n_samples_per_prompt`` samples if it has exactly as many as the arguments say;
-    if not, the whole batch is one group.
+class Group:
+    """Samples that are judged together.
 
     Attributes:
-        groups: positions, by group.
-        whole_batch: whether it is one group only because the number of samples is another one than expected.
+        pairs: which pairs, bool, shape ``(S,)``.
+        part: ``all``, or ``some`` and ``others`` where the levels of samples fall into two groups.
+        moments: the sums of their tokens; of many tokens, those of some pairs, evenly spread over the group.
     """
 
-    groups: tuple[tuple[int, ...], ...]
-    whole_batch: bool
+    pairs: torch.Tensor
+    part: str
+    moments: Moments
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that the moments rest on."""
+        return int(self.moments.total("n"))
+
+    @property
+    def level(self) -> float:
+        """Mismatch in nats of logit; 0 where every token is certain."""
+        scale = self.moments.total("scale")
+        return self.moments.total("size") / scale if scale > 0 else 0.0
 
 
-def slimes_baseline(n_samples: int, arguments: Mapping[str, Any]) -> Baseline | None:
-    """Groups as slime's own code forms them; None where the arguments are not known.
-
-    Args:
-        n_samples: samples that slime converted: those of the rollout dump.
-        arguments: as provenance records them.
-    """
-    per_prompt = whole_number(arguments.get("n_samples_per_prompt"))
-    prompts = whole_number(arguments.get("rollout_batch_size"))
-    if not per_prompt or not prompts:
-        return None
-    if n_samples != per_prompt * prompts:
-        return Baseline((tuple(range(n_samples)),), whole_batch=True)
-    starts = range(0, n_samples, per_prompt)
-    return Baseline(tuple(tuple(range(start, start + per_prompt)) for start in starts), whole_batch=False)
-
-
-def prompt_groups(samples: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] | None = None) -> list[list[int]]:
-    """Positions by prompt: by ``group_index`` where every sample has one, else as slime cuts the batch, else by
-    execution. Samples of one execution are never apart.
-
-    Args:
-        samples: of a rollout dump.
-        arguments: as provenance records them, if known.
-    """
-    labels: list[Hashable] = [whole_number(sample.get("group_index")) for sample in samples]
-    if any(label is None for label in labels):
-        baseline = slimes_baseline(len(samples), arguments or {})
-        if baseline is not None and not baseline.whole_batch:
-            labels = [n for n, group in enumerate(baseline.groups) for _ in group]
-        else:
-            labels = [None] * len(samples)
-    first: dict[Hashable, int] = {}
-    parent = list(range(len(samples)))
-
-    def root(position: int) -> int:
-        while parent[position] != position:
-            position = parent[position]
-        return position
-
-    for position, (label, execution) in enumerate(zip(labels, executions(samples), strict=True)):
-        for key in (("group", label), ("execution", execution)):
-            if key[1] is None:
-                continue
-            one, other = sorted((root(first.setdefault(key, position)), root(position)))
-            parent[other] = one
-    groups: dict[int, list[int]] = {}
-    for position in range(len(samples)):
-        groups.setdefault(root(position), []).append(position)
-    return list(groups.values())
-
-
-def executions(samples: Sequence[Mapping[str, Any]]) -> list[Hashable]:
-    """Id of the execution that each rollout sample came from: ``rollout_id``, ``group_id``, else its own index; None
-    for a sample without any, which is one of its own."""
-    found: list[Hashable] = []
-    for sample in samples:
-        named = [(name, whole_number(sample.get(name))) for name in ("rollout_id", "group_id", "index")]
-        found.append(next(((name, value) for name, value in named if value is not None), None))
+def groups(view: View) -> tuple[Group, ...]:
+    """All samples with open tokens, or two groups of them, the one with the larger mismatch first."""
+    if "groups" not in view.memo:
+        view.memo["groups"] = tuple(Group(pairs, part, moments_of(view, pairs)) for pairs, part in _parts(view))
+    found: tuple[Group, ...] = view.memo["groups"]
     return found
 
 
-def n_executions(samples: Sequence[Mapping[str, Any]]) -> int:
-    """How many executions the samples are of."""
-    ids = executions(samples)
-    return len({one for one in ids if one is not None}) + ids.count(None)
+def moments_of(view: View, pairs: torch.Tensor) -> Moments:
+    """The sums of the open tokens of some pairs, bool, shape ``(S,)``, or of as many of them as are enough."""
+    counts = view.counts
+    total = float(counts[pairs].sum())
+    if total > _ENOUGH:
+        order = pairs.nonzero().flatten()
+        step = math.ceil(len(order) / max(1, round(len(order) * _ENOUGH / total)))
+        pairs = torch.zeros_like(pairs)
+        pairs[order[::step]] = True
+    if bool(pairs[counts > 0].all()):
+        return Moments.of(view.blocks(), len(counts)).only(pairs)
+    return Moments.of(view.table.blocks(view.open & view.tokens_of(pairs)), len(counts)).only(pairs)
+
+
+def _parts(view: View) -> list[tuple[torch.Tensor, str]]:
+    present = view.counts > 0
+    if not bool(present.any()):
+        return []
+    scale = torch.zeros(len(view.counts), dtype=torch.float64)
+    for block in view.blocks():
+        if len(block):
+            # Float32 is enough for what only weighs samples against each other.
+            scale[block.pairs] = block.sums(-torch.expm1(block.rollout.clamp(max=0.0))).double()
+    level = (view.pair_sums.size / scale).nan_to_num(0.0, posinf=0.0)
+    edge = _edge(level[(view.counts >= _TOKENS) & (scale > 0)])
+    if edge is None:
+        return [(present, "all")]
+    high = present & (level > edge)
+    return [(high, "some"), (present & ~high, "others")]
+
+
+def _edge(level: torch.Tensor) -> float | None:
+    """The level between two groups; None where there is one group."""
+    x = (level + _FLOOR).log().sort().values
+    n = len(x)
+    if n < 2 * _SAMPLES:
+        return None
+    # The best cut of the sorted levels: the one that leaves least variance within.
+    counts = torch.arange(1, n, dtype=torch.float64)
+    sums, squares = x.cumsum(0)[:-1], x.square().cumsum(0)[:-1]
+    left = squares - sums.square() / counts
+    right = (x.square().sum() - squares) - (x.sum() - sums).square() / (n - counts)
+    within = left + right
+    within[: _SAMPLES - 1] = math.inf
+    within[n - _SAMPLES :] = math.inf
+    cut = int(within.argmin())
+    variance = max(float(within[cut]) / (n - 2), 1e-6)
+    whole = max(float(x.var(unbiased=True)), 1e-6)
+    means = float(x[: cut + 1].mean()), float(x[cut + 1 :].mean())
+    share = (cut + 1) / n
+    entropy = -share * math.log(share) - (1 - share) * math.log(1 - share)
+    gained = n / 2 * math.log(whole / variance) - n * entropy
+    apart = (means[1] - means[0]) / math.sqrt(variance)
+    if gained < _BETTER or apart < _APART or means[1] - means[0] < math.log(_TIMES):
+        return None
+    return math.exp(float(x[cut] + x[cut + 1]) / 2) - _FLOOR

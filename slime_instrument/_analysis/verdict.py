@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,9 +16,9 @@ Level = Literal["ok", "nothing-compared", "unexplained", "fault"]
 LEVELS: tuple[Level, ...] = ("ok", "nothing-compared", "unexplained", "fault")
 """From the best to the worst."""
 
-KERNEL_NOISE = 0.0625 * math.sqrt(2)
-"""Mean |δ| in nats that two sound implementations in bf16 can show. A logit between 16 and 32 is stored in steps of
-0.125, so each side may be off by half a step, 0.0625; the two are independent."""
+KERNEL_NOISE = 0.125
+"""Mean |δ| in nats that two sound implementations in bf16 can show: a logit between 16 and 32 is stored in steps of
+0.125, so each of the two sides may be off by half a step."""
 
 _OUTLIER = 0.5  # nats; a token that differs more, and 20 times more than 99 % of the others, is no noise
 _LONELY = 20.0

@@ -1,25 +1,39 @@
-"""``slime-instrument status``: settings, arming route, each patch."""
+"""``slime-instrument status [FOLDER]``: this environment, or what a run wrote about its own dumps."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
-from slime_instrument._cli.output import Json, note, print_json, reporting_errors
+from slime_instrument._cli.output import FINE, WRONG, Json, note, print_json, reporting_errors
 
-_EPILOG = "Example: SLIME_INSTRUMENT=1 slime-instrument status --json"
+_EPILOG = "Examples: SLIME_INSTRUMENT=1 slime-instrument status --json; slime-instrument status /data/run7"
 
 
-def status(json: Json = False) -> None:
-    """Show the settings, how this environment arms, and the state of each patch."""
+def status(
+    folder: Annotated[
+        Path | None, typer.Argument(help="A folder of dumps: answers for its run, also while the job runs.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show the settings and patches of this environment; with FOLDER, which rollouts of a run have a dump, and why not.
+
+    Exit status with FOLDER: 1 when a dump or a field was lost, 2 when the folder has no journal.
+    """
     with reporting_errors(as_json=json):
+        if folder is not None:
+            from slime_instrument._format.journal import read_journal
+
+            journal = read_journal(folder)
+            print_json(journal.as_dict()) if json else print(journal)
+            raise typer.Exit(FINE if journal.healthy else WRONG)
         import slime_instrument
         from slime_instrument._installation import advice
 
         current = slime_instrument.status()
-        if json:
-            print_json(current.as_dict())
-        else:
-            print(current)
+        print_json(current.as_dict()) if json else print(current)
         missing = advice()
         if missing is not None:
             note(f"slime_instrument: {missing}.")

@@ -56,11 +56,12 @@ class Dumper:
         after_dump: Callable[[Any, int, dict[str, Any], Path], None] = lambda *_: None,
         earlier: Dumper | None = None,
     ) -> None:
-        self._settings, self._after_dump = settings, after_dump
+        self._settings, self._report, self._after_dump = settings, report, after_dump
         self._presence = Presence()
         self._rotation = Rotation(settings, self._note)
         self._disk = Disk(self._note)
         self._background = BackgroundWriter(report, settings.timeout_s)
+        self._began = False
         self._journal: Path | None = None
         self._journal_failed = False
         self._written = 0
@@ -93,22 +94,9 @@ class Dumper:
         template, first_rollout = dump_template(args), int(getattr(args, "start_rollout_id", None) or 0)
         if not topology.is_writer:
             return template
-        first = dump_path(template, first_rollout, topology.rank)
-        if first.exists() and not first.is_file():
-            log(logging.INFO, "slime_instrument: %s is no regular file; no journal is kept beside it", first)
-        else:
+        if not _is_no_file(dump_path(template, first_rollout, topology.rank)):
             check_writable(template, topology.rank, self._disk, first_rollout)
-            self._journal = dump_folder(template, topology.rank)
-        self._say(
-            "start",
-            **journal.process(),
-            versions=versions(),
-            layout=topology.sizes(),
-            route=route,
-            settings=self._settings.as_dict(),
-            patches=[{"name": name, "state": state, "reason": reason} for name, state, reason in patches],
-            template=template,
-        )
+        self._begin_journal(template, topology, patches, route)
         return template
 
     def begin(self, rollout_id: int) -> None:
@@ -151,12 +139,15 @@ class Dumper:
         self._told = None
         call = self._next_call(rollout_id)
         path = dump_path(dump_template(args), rollout_id, topology.rank)
+        if topology.is_writer and not self._began:  # armed after the start of training, or a trainer of another kind
+            self._begin_journal(dump_template(args), topology, (), seen.route)
+        written = self._written
         try:
             with _default_device_is_cpu(), torch.no_grad():
                 self._dump(args, call, rollout_data, seen, topology, path, began)
         except BaseException as error:
             self._told = rollout_id
-            if topology.is_writer:
+            if topology.is_writer and self._written == written:
                 spent = round(time.monotonic() - began, 4)
                 self._say("lost", rollout_id=rollout_id, path=str(path), reason=_why(error), blocked_s=spent)
             raise
@@ -181,11 +172,15 @@ class Dumper:
         else:
             agreement = self._agreement(call, topology)
             try:
+                self._refuse_if_absent(topology)
                 self._refuse_if_busy(topology)
                 contribution = self._contribution(args, rollout_data, seen, topology, cp_fields)
                 exchanged = self._exchange(args, agreement, contribution, topology, cp_fields)
             except exchange.NotAgreed as error:
                 raise exchange.NotAgreed(f"the dump of rollout {call.rollout_id} was given up: {error}") from None
+            except torch.distributed.DistError as error:
+                agreement.give_up(describe(error))
+                raise DumpError(f"the job's store does not answer: {describe(error)}") from error
             except BaseException as error:
                 agreement.give_up(_why(error))
                 raise
@@ -288,7 +283,14 @@ class Dumper:
         for name, why in lacking.items():
             log(logging.WARNING, "slime_instrument: %s lacks the field %s: %s", path, name, why)
             self._say("left-out", rollout_id=rollout_id, path=str(path), field=name, reason=why)
-        for removed_id, removed in self._rotation.wrote(rollout_id, path):
+        try:
+            rotated = self._rotation.wrote(rollout_id, path)
+        except Exception as error:
+            if not_ours(error):
+                raise
+            self._report("rotation", error, "Older dumps stay.")
+            return
+        for removed_id, removed in rotated:
             log(logging.DEBUG, "slime_instrument: rotation removed %s", removed)
             self._say("removed", rollout_id=removed_id, path=str(removed))
 
@@ -315,17 +317,42 @@ class Dumper:
         return CallId(rollout_id, self._attempts.get(rollout_id, 0), call)
 
     def _agreement(self, call: CallId, topology: Topology) -> Agreement:
+        """How this rank and the others agree on ``call``. Raises :class:`DumpError` where the store does not answer."""
         try:
             store = self._presence.connect()
-            # Without a train_actor call that all ranks went through, a rank may only be about to announce itself.
-            absent = self._presence.absent(topology.participants) if self._announced_before_training else None
         except RuntimeError as error:  # what torch's stores raise
             raise DumpError(f"the job's store does not answer: {describe(error)}") from error
-        if absent is not None:
-            raise exchange.NotAgreed(f"{absent}; a dump needs all of ranks {list(topology.participants)}")
         return Agreement(store, call, topology, self._settings.timeout_s, self._missed, self._waiting)
 
+    def _refuse_if_absent(self, topology: Topology) -> None:
+        """Where a rank is known not to take part, nobody waits for it."""
+        # Without a train_actor call that all ranks went through, a rank may only be about to announce itself.
+        if self._announced_before_training:
+            absent = self._presence.absent(topology.participants)
+            if absent is not None:
+                raise exchange.NotAgreed(f"{absent}; a dump needs all of ranks {list(topology.participants)}")
+
     # -- Saying it
+
+    def _begin_journal(
+        self, template: str, topology: Topology, patches: Sequence[tuple[str, str, str]], route: str
+    ) -> None:
+        self._began = True
+        folder = dump_folder(template, topology.rank)
+        if _is_no_file(dump_path(template, 0, topology.rank)):
+            log(logging.INFO, "slime_instrument: %s is no regular file; no journal is kept beside it", template)
+            return
+        self._journal = folder
+        self._say(
+            "start",
+            **journal.process(),
+            versions=versions(),
+            layout=topology.sizes(),
+            route=route,
+            settings=self._settings.as_dict(),
+            patches=[{"name": name, "state": state, "reason": reason} for name, state, reason in patches],
+            template=template,
+        )
 
     def _waiting(self, what: str) -> None:
         log(logging.WARNING, "slime_instrument: the dump is %s", what)
@@ -340,6 +367,7 @@ class Dumper:
         if self._journal is None:
             return
         try:
+            self._journal.mkdir(parents=True, exist_ok=True)
             journal.append(self._journal, event, **values)
         except Exception as error:
             if not_ours(error):
@@ -356,6 +384,11 @@ def _without_holes(values: Sequence[torch.Tensor | None], lengths: Sequence[int]
         torch.full((length,), float("nan"), dtype=like.dtype, device=like.device) if value is None else value
         for value, length in zip(values, lengths, strict=True)
     ]
+
+
+def _is_no_file(path: Path) -> bool:
+    """Whether a device, a pipe or a link stands at ``path``."""
+    return path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir())
 
 
 def _default_device_is_cpu() -> Any:

@@ -88,16 +88,12 @@ class Pairing:
 
 
 def dump_files(given: Sequence[Path]) -> list[Path]:
-    """The dump files among files and folders, each once: files as they are, of a folder ``rollout_data/`` and
-    ``train_data/`` where it has them, else what is in it and in its folders (one folder per rollout).
-
-    Raises:
-        OSError: something that was given does not exist.
+    """The dump files among files and folders, each once: files as they are, there or not; of a folder
+    ``rollout_data/`` and ``train_data/`` where it has them, else what is in it and in its folders (one per rollout).
     """
     files: dict[Path, None] = {}
     for path in given:
         if not path.is_dir():
-            path.stat()
             files[path] = None
             continue
         inside = [path / name for name in FOLDERS if (path / name).is_dir()]
@@ -136,9 +132,6 @@ def find_pairs(given: Sequence[Path], *, allow_pickle: bool = False) -> Pairing:
     Args:
         given: dump files, folders of them, folders as ``--dump-details`` writes them, in any order.
         allow_pickle: read rollout dumps with objects of arbitrary classes; this can run code from them.
-
-    Raises:
-        OSError: something that was given does not exist.
     """
     skipped: list[Skipped] = []
     rollouts: dict[int | None, list[DumpFile]] = {}
@@ -202,7 +195,7 @@ def no_pairs(given: Sequence[Path], pairing: Pairing, follows: str) -> DumpForma
 
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.strerror}"
+        return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())
 
 

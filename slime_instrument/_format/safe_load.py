@@ -107,15 +107,16 @@ def _load_trusted(path: Path, container: Container) -> Any:
     try:
         if container.kind == "pickle":
             with open(path, "rb") as file:
-                return unpickling.FORGIVING_PICKLE.load(file)
+                return unpickling.handed_out(unpickling.FORGIVING_PICKLE.load(file))
         with _quiet():
-            return torch.load(
+            payload = torch.load(
                 path,
                 map_location="cpu",
                 weights_only=False,
                 mmap=container.kind == "zip",
                 pickle_module=unpickling.FORGIVING_PICKLE,
             )
+        return unpickling.handed_out(payload)
     except OSError:
         raise
     except Exception as error:

@@ -93,7 +93,7 @@ class _NumpyType:
 
 
 class _NumpyArray:
-    """Stands for a ``numpy.ndarray``; in the end :func:`_handed_out` puts its tensor in its place."""
+    """Stands for a ``numpy.ndarray``; in the end :func:`handed_out` puts its tensor in its place."""
 
     tensor: torch.Tensor | None = None
 
@@ -187,7 +187,7 @@ def load_plain(path: Path) -> Any:
         ObjectRefused: it asks for a class or function. None was looked up.
         Exception: whatever a damaged pickle makes the unpickler raise.
     """
-    return _handed_out(Inert(io.BytesIO(path.read_bytes())).load())
+    return handed_out(Inert(io.BytesIO(path.read_bytes())).load())
 
 
 # --- torch.save's archives ---
@@ -290,7 +290,7 @@ def load_archive(path: Path, archive: Archive, *, compact: bool) -> tuple[Any, C
         order = archive.records.get("byteorder")
         if order is not None and content[slice(*record_bounds(path, content, order))] != b"little":
             raise UnsupportedPickle("byte order")
-        found = _handed_out(_Mapped(path, content, archive, compact=compact).load())
+        found = handed_out(_Mapped(path, content, archive, compact=compact).load())
     except _DAMAGE as error:
         if isinstance(error, DumpFormatError):
             raise
@@ -307,8 +307,8 @@ def was_list(value: Any) -> bool:
 _LIST_MARK = "_slime_instrument_was_list"
 
 
-def _handed_out(payload: Any) -> Any:
-    """The payload with tensors in the place of the arrays that the unpicklers work with."""
+def handed_out(payload: Any) -> Any:
+    """The payload with tensors in the place of NumPy's arrays, and of the arrays that the unpicklers work with."""
     done: dict[int, Any] = {}
 
     def converted(value: Any) -> Any:
@@ -324,6 +324,8 @@ def _handed_out(payload: Any) -> Any:
             return value.tensor
         if isinstance(value, _NumpyType):
             raise ObjectRefused("numpy.dtype")
+        if type(value).__module__ == "numpy":  # from the unpickler for trusted files
+            return _from_numpy(value)
         if isinstance(value, tuple):
             parts = tuple(map(converted, value))
             return value if all(a is b for a, b in zip(parts, value, strict=True)) else parts
@@ -340,6 +342,16 @@ def _handed_out(payload: Any) -> Any:
             if type(item) not in _SCALARS:
                 value[key] = converted(item)
     return payload
+
+
+def _from_numpy(value: Any) -> Any:
+    """A NumPy array as a tensor, where torch has its type, else as a list; a NumPy scalar as a number."""
+    if hasattr(value, "item") and not getattr(value, "shape", ()):
+        return value.item()
+    try:
+        return torch.from_numpy(value.copy())
+    except (TypeError, AttributeError, RuntimeError, ValueError):
+        return value.tolist() if hasattr(value, "tolist") else value
 
 
 _SCALARS = frozenset({int, float, str, bool, type(None), bytes, torch.Tensor})

@@ -13,6 +13,7 @@ import re
 from array import array
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ def is_whole_number(value: Any) -> bool:
     """An int of 64 bits, or a 0-d tensor of an integer type; never a bool."""
     if isinstance(value, torch.Tensor):
         return value.dim() == 0 and _is_integral(value) and int(value.item()).bit_length() <= _BITS
-    return isinstance(value, int) and not isinstance(value, bool) and value.bit_length() <= _BITS
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, (int, Integral)) and int(value).bit_length() <= _BITS
 
 
 def whole_number(value: Any) -> int | None:
@@ -46,7 +49,7 @@ def number(value: Any) -> float | None:
     if isinstance(value, torch.Tensor):
         return float(value.item()) if value.numel() == 1 and not value.is_complex() else None
     try:
-        return float(value) if isinstance(value, (int, float)) else None
+        return float(value) if isinstance(value, Real) else None
     except OverflowError:
         return None
 
@@ -147,6 +150,7 @@ def log_probs(value: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     if isinstance(value, torch.Tensor):
         column = _column(value)
         return None if column is None or column.is_complex() else (column.to(torch.float32), None)
+    value = _listed(value)
     if not isinstance(value, (list, tuple)):
         return None
     if not value:
@@ -187,6 +191,11 @@ def _column(value: torch.Tensor) -> torch.Tensor | None:
     return value if value.dim() == 1 else None
 
 
+def _listed(value: Any) -> Any:
+    """A NumPy array as a list; anything else as it is."""
+    return value.tolist() if type(value).__module__ == "numpy" and hasattr(value, "tolist") else value
+
+
 def _flat(value: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
     """A list of lists of one value each as a list of these values; any other as it is."""
     if isinstance(value[0], (list, tuple)) and all(isinstance(one, (list, tuple)) and len(one) == 1 for one in value):
@@ -207,6 +216,7 @@ def integers(value: Any) -> torch.Tensor | None:
         whole = column.to(torch.int64)
         # The upper half of uint64 has no place in int64.
         return None if column.dtype is getattr(torch, "uint64", None) and bool((whole < 0).any()) else whole
+    value = _listed(value)
     if not isinstance(value, (list, tuple)):
         return None
     if not value:

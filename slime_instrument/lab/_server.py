@@ -89,7 +89,12 @@ class _Forked:
     pid: int
 
     def end(self) -> None:
-        self.server.ask(f"end {self.pid}")
+        try:
+            self.server.ask(f"end {self.pid}")
+        except OSError:
+            # Somebody killed the server. What it forked leads a session of its own and lives on.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
 
 
 class _Server:
@@ -126,7 +131,7 @@ class _Server:
 
     @property
     def serves_this_process(self) -> bool:
-        return self.owner == os.getpid() and self._process.poll() is None
+        return self.owner == os.getpid() and self._connection.fileno() >= 0 and self._process.poll() is None
 
     def close(self) -> None:
         self._connection.close()

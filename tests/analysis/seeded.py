@@ -173,13 +173,19 @@ CLEAN: dict[str, Callable[[Size, int], Case]] = {
     "exact": exact,
     "kernel noise": clean,
     "strong kernel noise": lambda size, seed: kernel_noise(exact(size, seed), 0.02, 0.02),
-    "noise and bf16 train": lambda size, seed: _bf16(clean(size, seed), "train"),
-    "noise and bf16 rollout": lambda size, seed: _bf16(clean(size, seed), "rollout"),
-    "noise and bf16 on both": lambda size, seed: _bf16(clean(size, seed), "both"),
-    "strong noise and bf16 on both": lambda size, seed: _bf16(kernel_noise(exact(size, seed), 0.02, 0.02), "both"),
+    "noise, stored as bf16": lambda size, seed: _bf16(clean(size, seed), "train"),
+    "strong noise, stored as bf16": lambda size, seed: _bf16(kernel_noise(exact(size, seed), 0.02, 0.02), "train"),
     "no masks": lambda size, seed: _lazy_lists(kernel_noise(exact(size, seed, turns=False))),
     "staleness without growth": lambda size, seed: _mixed_staleness(clean(size, seed)),
 }
+
+
+ROUNDED: dict[str, Callable[[Size, int], Case]] = {
+    "noise and bf16 rollout": lambda size, seed: _bf16(clean(size, seed), "rollout"),
+    "noise and bf16 on both": lambda size, seed: _bf16(clean(size, seed), "both"),
+    "strong noise and bf16 on both": lambda size, seed: _bf16(kernel_noise(exact(size, seed), 0.02, 0.02), "both"),
+}
+"""Rounded before they were stored in a longer type: the bits show it, whatever noise lies on top."""
 
 
 def token_shift(case: Case) -> None:
@@ -210,7 +216,8 @@ def truncated_sampling(case: Case) -> None:
         mass = 0.75 + 0.15 * case.uniform()
         values = torch.tensor(source["rollout_log_probs"])
         mask = torch.tensor(source["loss_mask"])
-        source["rollout_log_probs"] = torch.where(mask == 1, values - math.log(mass), 0.0).tolist()
+        # A token that survives has at most the mass that survives: its probability after sampling is at most 1.
+        source["rollout_log_probs"] = torch.where(mask == 1, values - math.log(mass), 0.0).clamp(max=0.0).tolist()
 
 
 def zero_fill(case: Case) -> None:

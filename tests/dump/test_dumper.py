@@ -1,5 +1,5 @@
-"""Whole dumps by real processes in gloo groups: groups that are destroyed and rebuilt, several calls in one rollout, ranks
-that differ, and what the journal says of it."""
+"""Whole dumps by real processes in gloo groups: groups that are destroyed and rebuilt, several calls in one rollout,
+ranks that differ, and what the journal says of it."""
 
 from __future__ import annotations
 

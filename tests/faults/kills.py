@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
-from slime_instrument._dump.atomic import clean_leftovers, write_atomically
+from slime_instrument._dump.file import Disk, clean_leftovers
 
 __all__ = ["Tally", "kill_writers"]
 
+_DISK = Disk(print)
 _ELEMENTS = 1 << 19
 """Of float32: 2 MB."""
 
@@ -48,10 +49,10 @@ class Tally:
 def kill_writers(folder: Path, count: int, seed: int = 0) -> Tally:
     """Kill ``count`` writers of one file in ``folder``, each at a moment within its first three writes or so."""
     path, chance, tally = folder / "0.pt", random.Random(seed), Tally()
-    write_atomically(path, _dump(-1))
+    _DISK.write(path, _dump(-1))
     began = time.monotonic()
     for number in range(3):
-        write_atomically(path, _dump(-1 - number))
+        _DISK.write(path, _dump(-1 - number))
     span = time.monotonic() - began
     before = _read(path)
     for number in range(count):
@@ -85,7 +86,7 @@ def _read(path: Path) -> float | None:
 def _write_for_ever(path: Path, number: int) -> None:
     while True:
         number += 1
-        write_atomically(path, _dump(number))
+        _DISK.write(path, _dump(number))
 
 
 def _fork(work: Callable[[], None]) -> int:

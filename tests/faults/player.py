@@ -67,14 +67,15 @@ class Player:
         cls.train = train
 
     def _play_all(self, actor: Any, train: Callable[..., None]) -> None:
-        from slime_instrument._dump.agreement import default_store
-        from slime_instrument._dump.topology import read_topology
+        from torch.distributed import distributed_c10d
+
+        from slime_instrument._dump.contribute import read_topology
         from slime_instrument._hooks.capture import CaptureSession
 
         self._parameters = [parameter for chunk in actor.model for parameter in chunk.parameters()]
         self._initial = [tensor.detach().clone() for tensor in self._parameters]
         self._topology = read_topology()
-        self._store = default_store()
+        self._store = distributed_c10d._get_default_store()
         opened = CaptureSession.__init__
 
         def noticed(session: Any, *args: Any, **kwargs: Any) -> None:
@@ -155,7 +156,8 @@ class Player:
             self._meet()
             if self.rank == 0:
                 folder = Path(self.args.save_debug_train_data).parent
-                report["files"] = {path.name: _digest(path.read_bytes()) for path in sorted(folder.iterdir())}
+                report["files"] = {path.name: _digest(path.read_bytes()) for path in _dumps_in(folder)}
+                report["journal"] = _journal_of(folder, rollout_id)
             self._meet()
         return report
 
@@ -200,6 +202,20 @@ class Player:
         store.add(key, 1)
         while store.add(key, 0) < torch.distributed.get_world_size():
             time.sleep(0.005)
+
+
+def _dumps_in(folder: Path) -> list[Path]:
+    """What stands there beside the journal."""
+    return sorted(path for path in folder.iterdir() if path.name != "instrument.jsonl")
+
+
+def _journal_of(folder: Path, rollout_id: int) -> list[str]:
+    """What the journal says of a rollout, oldest first."""
+    from slime_instrument._format.journal import NAME, read_journal
+
+    if not (folder / NAME).is_file():
+        return []
+    return [entry.state for entry in read_journal(folder).rollouts if entry.rollout_id == rollout_id]
 
 
 def _look_for_aliases_in_slime_only() -> None:

@@ -14,6 +14,7 @@ import importlib
 import inspect
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,6 +54,10 @@ class Trigger:
             self.fired += 1
             if self.site.action == "sleep":
                 time.sleep(SLEEP_S)
+                return
+            if self.site.action == "stop":
+                subprocess.Popen(["sh", "-c", f"sleep {SLEEP_S}; kill -CONT {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
                 return
             if self.site.action == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -110,29 +115,35 @@ def _seams() -> Iterator[Site]:
     yield Site("seam/train-dump/inside", "dump", where=("slime_instrument._hooks.dump", "_positions_from"))
 
 
+_DUMP = "slime_instrument._dump"
+_WRITE = (f"{_DUMP}.file", "Disk.write")
+
+
 def _dump() -> Iterator[Site]:
     for name, module, function, who in (
-        ("topology", "slime_instrument._dump.topology", "read_topology", "all"),
-        ("presence", "slime_instrument._dump.agreement", "not_armed", "part"),
-        ("ready", "slime_instrument._dump.agreement", "Agreement.ready", "sender"),
-        ("sizes", "slime_instrument._dump.agreement", "Agreement.gather_sizes", "writer"),
-        ("go", "slime_instrument._dump.agreement", "Agreement.go", "writer"),
-        ("transport", "slime_instrument._dump.transport", "megatron_transport", "part"),
+        ("topology", f"{_DUMP}.contribute", "read_topology", "all"),
+        ("presence", f"{_DUMP}.exchange", "Presence.absent", "part"),
+        ("arrive", f"{_DUMP}.exchange", "Agreement.arrive", "part"),
+        ("wait-for-all", f"{_DUMP}.exchange", "Agreement.wait_for_all", "writer"),
+        ("go", f"{_DUMP}.exchange", "Agreement.go", "writer"),
+        ("wait-for-go", f"{_DUMP}.exchange", "Agreement.wait_for_go", "sender"),
+        ("listen", f"{_DUMP}.exchange", "Listener.__init__", "writer"),
+        ("connect", f"{_DUMP}.exchange", "_connect", "sender"),
         ("collect", "slime_instrument._hooks.capture", "CaptureSession.collected", "part"),
-        ("describe", "slime_instrument._dump.provenance", "describe", "part"),
-        ("contribute", "slime_instrument._dump.shard", "contribute", "part"),
-        ("gather-pack", "slime_instrument._dump.packing", "Packer.buckets", "sender"),
-        ("gather-send", "slime_instrument._dump.packing", "Packer.buckets", "sender"),
-        ("gather-feed", "slime_instrument._dump.assembly", "Sink.feed", "writer"),
-        ("plan", "slime_instrument._dump.restore", "Restorer.__init__", "writer"),
-        ("restore", "slime_instrument._dump.restore", "Restorer.shards", "writer"),
-        ("build", "slime_instrument._dump.payload", "build_payload", "writer"),
-        ("write", "slime_instrument._dump.atomic", "write_atomically", "writer"),
+        ("describe", f"{_DUMP}.payload", "provenance", "part"),
+        ("contribute", f"{_DUMP}.contribute", "contribute", "part"),
+        ("gather-pack", f"{_DUMP}.contribute", "Contribution.pieces", "part"),
+        ("gather-send", f"{_DUMP}.exchange", "_send_piece", "sender"),
+        ("gather-feed", f"{_DUMP}.zigzag", "Sink.feed", "writer"),
+        ("plan", f"{_DUMP}.zigzag", "Restoring.__init__", "writer"),
+        ("restore", f"{_DUMP}.zigzag", "Restoring.finish", "writer"),
+        ("build", f"{_DUMP}.payload", "build_payload", "writer"),
+        ("write", *_WRITE, "writer"),
         ("flush", "os", "fsync", "writer"),
         ("rename", "os", "replace", "writer"),
-        ("rotate", "slime_instrument._dump.rotation", "Rotation.wrote", "writer"),
+        ("rotate", f"{_DUMP}.file", "Rotation.wrote", "writer"),
     ):
-        nth = 1 if name == "gather-send" else None  # the first bucket is on its way
+        nth = 1 if name == "gather-send" else None  # the description is on its way
         yield Site(f"dump/{name}", "dump", loses=name != "rotate", where=(module, function), who=who, nth=nth)
 
 
@@ -155,17 +166,21 @@ def _slime() -> Iterator[Site]:
 
 
 def _peers() -> Iterator[Site]:
-    for name, module, function, who, nth in (
-        ("before-agreeing", "slime_instrument._dump.shard", "contribute", "part", None),
-        ("before-sending", "slime_instrument._dump.packing", "Packer.buckets", "sender", 0),
-        ("while-sending", "slime_instrument._dump.packing", "Packer.buckets", "sender", 1),
-        ("while-receiving", "slime_instrument._dump.assembly", "Sink.feed", "writer", 1),
-        ("while-writing", "slime_instrument._dump.atomic", "write_atomically", "writer", None),
-        ("before-renaming", "os", "replace", "writer", None),
+    contributing = (f"{_DUMP}.contribute", "contribute")
+    sending, receiving = (f"{_DUMP}.exchange", "_send_piece"), (f"{_DUMP}.zigzag", "Sink.feed")
+    for name, where, who, nth in (
+        ("before-agreeing", contributing, "part", None),
+        ("before-sending", sending, "sender", 0),
+        ("while-sending", sending, "sender", 1),
+        ("while-receiving", receiving, "writer", 1),
+        ("while-writing", _WRITE, "writer", None),
+        ("before-renaming", ("os", "replace"), "writer", None),
     ):
-        yield Site(f"peer/killed-{name}", "dump", where=(module, function), who=who, nth=nth, action="kill")
-    where = ("slime_instrument._dump.shard", "contribute")
-    yield Site("peer/late", "dump", where=where, who="part", action="sleep")
+        yield Site(f"peer/killed-{name}", "dump", where=where, who=who, nth=nth, action="kill")
+    yield Site("peer/late", "dump", where=contributing, who="part", action="sleep")
+    for action, verb in (("sleep", "stalls"), ("stop", "stopped")):
+        yield Site(f"peer/{verb}-while-sending", "dump", where=sending, who="sender", nth=1, action=action)
+        yield Site(f"peer/{verb}-while-receiving", "dump", where=receiving, who="writer", nth=1, action=action)
 
 
 ALL: dict[str, Site] = {site.name: site for site in (*_seams(), *_dump(), *_slime(), *_peers())}
@@ -192,7 +207,7 @@ def planted(trigger: Trigger) -> Iterator[None]:
             _, patch, step = site.name.split("/")
             placement = runtime.current().patcher[patch]
             placement.patch = _with_fault(placement.patch, step, trigger.pull)
-        elif site.where == ("slime_instrument._dump.atomic", "write_atomically"):
+        elif site.where == _WRITE:
             undo.enter_context(_replaced(*site.where, lambda original: _torn_write(original, trigger)))
         elif site.kind in ("seam", "dump", "peer"):
             undo.enter_context(_replaced(*site.where, lambda original: _around(original, trigger, before=True)))
@@ -205,13 +220,12 @@ _jobs = 0
 def _as_in_a_new_job(undo: contextlib.ExitStack) -> None:
     """Give the ranks an empty part of the store: the same rollouts come again in every scenario."""
     global _jobs
-    from torch.distributed.distributed_c10d import PrefixStore
-
-    from slime_instrument._dump import agreement
+    from torch.distributed import distributed_c10d
 
     _jobs += 1
-    store = PrefixStore(f"fault-matrix-{_jobs}", agreement.default_store())
-    undo.enter_context(_replaced(agreement.__name__, "default_store", lambda _original: lambda: store))
+    name, real = f"fault-matrix-{_jobs}", distributed_c10d._get_default_store
+    part = distributed_c10d.PrefixStore(name, real())
+    undo.enter_context(_replaced(distributed_c10d.__name__, "_get_default_store", lambda _original: lambda: part))
 
 
 def _with_fault(patch: Any, step: str, pull: Callable[[], None]) -> Any:
@@ -288,16 +302,16 @@ def _torn_write(original: Any, trigger: Trigger) -> Any:
     """Fails when half of the file is written."""
 
     @functools.wraps(original)
-    def write_atomically(path: Any, write: Any) -> Any:
+    def write(disk: Any, path: Any, fill: Any) -> Any:
         def torn(file: Any) -> None:
             if trigger.active:
                 file.write(b"half a file")
             trigger.pull()
-            write(file)
+            fill(file)
 
-        return original(path, torn)
+        return original(disk, path, torn)
 
-    return write_atomically
+    return write
 
 
 @contextlib.contextmanager

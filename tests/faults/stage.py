@@ -19,12 +19,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.faults.scenarios import SAMPLES, Layout, Scenario
+from tests.faults.scenarios import ROLLOUTS, SAMPLES, Layout, Scenario
 from tests.faults.sites import ALL
 
 PATIENCE_S = 30.0
 BATCH = 60
-ROLLOUTS = 4
 
 
 def main() -> int:
@@ -105,7 +104,8 @@ def _play(options: Any, actor_module: Any, world: int, batch: list[Any], answers
             folder = folder_of(options.out, scenario, number)
             if scenario.alone:
                 _end(processes)
-            files = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+            found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+            files = [name for name in found if name != "instrument.jsonl"]
             contents = {}
             if scenario.alone:
                 from tests.faults.player import _digest

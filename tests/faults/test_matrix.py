@@ -21,7 +21,7 @@ LENIENT += [("dump/gather-send", 2, 1), ("dump/gather-feed", 0, None), ("dump/wr
 STRICT = [
     ("dump/gather-send", 3, 1),
     ("dump/rename", 0, None),
-    ("seam/train-dump/instead", 1, None),
+    ("seam/train-dump/inside", 1, None),
 ]
 CHOSEN = [
     *(Scenario(site, rank, nth, False, (0, 2), 4) for site, rank, nth in LENIENT),
@@ -30,6 +30,8 @@ CHOSEN = [
     Scenario("slime/optimizer-step/before", -1, None, False, (0, 2), 4),
     Scenario("slime/train-actor/after", -1, None, False, (1,), 2, alone=True),
     Scenario("peer/late", 1, None, False, (0,), 2),
+    Scenario("peer/stalls-while-sending", 2, 1, False, (0,), 3),
+    Scenario("peer/stopped-while-receiving", 0, 1, False, (0,), 3),
     Scenario("seam/log-probs/before", 2, 1, True, (1,), 2, alone=True),
     Scenario("peer/killed-while-sending", 3, 1, False, (1,), 2, alone=True),
 ]

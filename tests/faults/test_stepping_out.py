@@ -6,16 +6,19 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d
 
 from slime_instrument._dump import dumper as dumper_module
-from slime_instrument._dump.agreement import Agreement, NotAgreed, not_armed
+from slime_instrument._dump.contribute import Topology
 from slime_instrument._dump.dumper import Dumper
+from slime_instrument._dump.exchange import Agreement, CallId, NotAgreed, Presence
 from slime_instrument._errors import DumpError
 from slime_instrument._patching.failures import FailurePolicy
 from slime_instrument._patching.patch import Call, Patch, Target
@@ -23,27 +26,35 @@ from slime_instrument._patching.patcher import Patcher
 from slime_instrument._settings import Settings
 
 RANK = 3
+TOPOLOGY = Topology(RANK, 1, 0, 1, 2, 1, 2, 1, True, (1, RANK))
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The store of a job in which this process is rank 3."""
     made = HashStore()
-    monkeypatch.setattr(dumper_module, "default_store", lambda: made)
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: made)
     monkeypatch.setattr(dist, "get_rank", lambda: RANK)
+    monkeypatch.setattr(dumper_module, "read_topology", lambda: TOPOLOGY)
     return made
 
 
-def dumper() -> Dumper:
-    return Dumper(Settings(), FailurePolicy(lambda: True).report)
+def dumper(earlier: Dumper | None = None) -> Dumper:
+    return Dumper(Settings(), FailurePolicy(lambda: True).report, earlier=earlier)
 
 
-def test_a_rank_that_steps_out_is_not_waited_for(store: Any) -> None:
+def presence(store: Any) -> Presence:
+    found = Presence()
+    found.store = store
+    return found
+
+
+def test_a_rank_that_steps_out_is_not_waited_for_and_the_others_know_why(store: Any) -> None:
     ours = dumper()
     ours.begin(5)
-    assert not_armed(store, [RANK]) == []
+    assert presence(store).absent([RANK]) is None
     ours.step_out("no luck")
-    assert not_armed(store, [RANK]) == [RANK]
+    assert presence(store).absent([RANK]) == "rank 3 dumps no more (no luck)"
 
 
 def test_a_rank_that_never_trained_steps_out_in_silence() -> None:
@@ -54,27 +65,22 @@ def test_a_rank_that_gives_up_tells_the_others_not_to_wait(store: Any) -> None:
     ours = dumper()
     ours.begin(5)
     ours.give_up(5, "train-dump failed: ValueError: no luck")
-    other = Agreement(store, ours.dump_key(5), 1, [1, RANK], timeout_s=60.0)
+    topology = replace(TOPOLOGY, rank=1, context_rank=0)
+    other = Agreement(store, CallId(5, 0, 0), topology, 60.0, {}, lambda _text: None)
+    other.arrive("{rollout_id}.pt")
     with pytest.raises(NotAgreed, match="rank 3: train-dump failed: ValueError: no luck"):
-        other.ready("1,1,1")
+        other.wait_for_all()
 
 
 def test_a_rollout_that_is_trained_again_after_re_arming_does_not_meet_its_old_decision(store: Any) -> None:
     first = dumper()
     first.begin(5)
-    before = first.dump_key(5)
-    again = dumper()
+    first.give_up(5, "no luck")
+    again = dumper(first)
     again.begin(5)
-    assert again.dump_key(5) != before
-
-
-def test_a_spoilt_dump_is_refused_with_the_senders_reason() -> None:
-    store = HashStore()
-    writer, sender = (Agreement(store, "0/0", rank, [0, 1], 5.0) for rank in (0, 1))
-    writer.refuse_spoilt()
-    sender.spoil("MemoryError: no more")
-    with pytest.raises(NotAgreed, match="rank 1: MemoryError: no more"):
-        writer.refuse_spoilt()
+    fresh = Agreement(store, CallId(5, 1, 0), TOPOLOGY, 0.05, {}, lambda _text: None)
+    with pytest.raises(NotAgreed, match="did not come within"):
+        fresh.wait_for_go()
 
 
 Make = Callable[[Patch, bool], Any]

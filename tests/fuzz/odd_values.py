@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from slime_instrument._analysis.compare import compare
-from slime_instrument._analysis.trend import pair_files, trend
+from slime_instrument._analysis.trend import trend
 from slime_instrument._convert import convert_files
 from slime_instrument._errors import InstrumentError
+from slime_instrument._format.pairs import find_pairs
 from slime_instrument._format.summary import inspect_dump
 from slime_instrument._validate import validate_files
 
@@ -134,7 +135,7 @@ def use(folder: Path) -> set[str]:
         "compare": lambda: (found := compare(rollout, v2)).as_dict() | {"trend": trend([found])},
         "field": lambda: compare(rollout, v2, field="rollout_log_probs").as_dict(),
         "unknown field": lambda: compare(rollout, v2, field="nothing").as_dict(),
-        "pairs": lambda: pair_files(rollout, [v2, rank]),
+        "pairs": lambda: find_pairs([rollout, v2, rank]),
         "convert": lambda: convert_files([rank], made).as_dict(),
         "convert by tokens": lambda: convert_files(
             [rank], folder / "c.pt", rollout=rollout, tp=1, pp=1, cp=1

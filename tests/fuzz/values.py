@@ -3,8 +3,8 @@
 ``python -m tests.fuzz.values --seconds N --seed S`` looks for a difference for as long as that.
 
 One file is compared with the other by :func:`difference`. It knows the rules by which ours may differ: what torch's
-safe loader refuses is written as its plain counterpart (a subclass as its base, an enum as its value, a NumPy array as a
-tensor) or, named under "converted", as text; a field that cannot be stored at all is named under "left_out".
+safe loader refuses is written as its plain counterpart (a subclass as its base, an enum as its value, a NumPy array as
+a tensor) or, named under "converted", as text; a field that cannot be stored at all is named under "left_out".
 """
 
 from __future__ import annotations

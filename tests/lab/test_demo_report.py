@@ -18,7 +18,7 @@ def test_the_page_is_about_the_dumps_of_this_run_only(tmp_path: Path) -> None:
     page, verdict = _report(tmp_path, [run / "rollout_data" / "1.pt"], [run / "train_data" / "1.pt"])
     assert page == tmp_path / "report.html"
     assert "rollout 1 · slime_instrument" in page.read_text()
-    assert verdict == "No sign of a fault: rollout and training agree, and no known fault pattern was found."
+    assert verdict.startswith("Ok: no finding"), verdict
 
 
 def test_without_the_library_the_demo_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

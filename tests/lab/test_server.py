@@ -72,6 +72,23 @@ def test_a_server_that_was_killed_is_replaced(tmp_path: Path, plugin: Path) -> N
     assert after["server"] not in (before["server"], os.getpid())
 
 
+def test_a_run_goes_on_and_is_ended_when_its_server_is_killed_meanwhile(tmp_path: Path) -> None:
+    hook = tmp_path / "hook.py"
+    hook.write_text(
+        "import os, signal\n"
+        "def kill_the_server(rank, actor_module, args):\n"
+        "    worker = os.getppid()\n"
+        f"    open({str(tmp_path / 'worker')!r}, 'w').write(str(worker))\n"
+        "    os.kill(int(open(f'/proc/{worker}/stat').read().rpartition(')')[2].split()[1]), signal.SIGKILL)\n"
+    )
+    result = train(LabOptions(out=tmp_path / "out", rank_hook=f"{hook}:kill_the_server"))
+    assert [path.name for path in result.train_dumps] == ["0.pt"]
+    deadline = time.monotonic() + 10
+    while is_alive(int((tmp_path / "worker").read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_the_server_and_its_runs_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     hook = tmp_path / "hook.py"
     hook.write_text(

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_instrument.lab import LabError, LabOptions, LabResult
-from slime_instrument.lab._training import train_all
+from slime_instrument.lab import LabError, LabOptions, LabResult, train_all
 from tools.matrix.plan import LAST_WITHOUT
 
 pytestmark = pytest.mark.real_slime

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import slime_instrument
+from slime_instrument._format import journal
 from slime_instrument.lab._options import LabError, LabResult
 from slime_instrument.lab._training import train_all
 from tools.matrix import plan
@@ -42,7 +43,8 @@ class Outcome:
 
     @property
     def train_dumps(self) -> list[Path]:
-        return sorted((self.folder / "train_data").glob("*"))
+        """Whatever lies there, but for the journal of the run."""
+        return sorted(path for path in (self.folder / "train_data").glob("*") if path.name != journal.NAME)
 
     @property
     def rollout_dump(self) -> Path:

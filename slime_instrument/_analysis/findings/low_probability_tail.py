@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from slime_instrument._analysis.diagnosis import Finding
 from slime_instrument._analysis.evidence import View
 
@@ -44,6 +46,8 @@ def find(view: View) -> Finding | None:
     one_sided = max(
         float((view.delta[off & tail] > 0).double().mean()), float((view.delta[off & tail] < 0).double().mean())
     )
+    tokens = torch.zeros_like(view.open)
+    tokens[view.open] = off
     if one_sided > _ONE_SIDED:
         message += " Nearly all of these differences have one sign, as a different temperature would give them too."
     evidence = {
@@ -53,4 +57,4 @@ def find(view: View) -> Finding | None:
         "mean_abs": mean_tail,
         "mean_abs_elsewhere": mean_rest,
     }
-    return Finding(CODE, message, view.positions(sorted(set(view.sample[off].tolist()))), evidence)
+    return Finding(CODE, message, view.positions(sorted(set(view.sample[off].tolist()))), evidence, tokens)

@@ -6,14 +6,15 @@ import math
 
 import torch
 
-from slime_instrument._analysis.diagnosis import Finding
+from slime_instrument._analysis.diagnosis import Estimate, Finding
 from slime_instrument._analysis.drift import staleness_of
 from slime_instrument._analysis.evidence import View
 from slime_instrument._analysis.statistics import log_student_tail
 
 CODE = "stale-weights"
-ORDER = 90
+ORDER = 72
 _ENOUGH = 5  # samples with tokens
+_TOKENS = 16  # of a sample, from which its level says something
 _GROWTH = 1.5  # of mean |δ| between the least and the most stale
 _SMALLEST = 0.01  # mean |δ| of the most stale that is worth a name
 _SURE = math.log(1e-3)
@@ -47,7 +48,14 @@ def find(view: View) -> Finding | None:
     )
     stale = chosen[ages > youngest]
     evidence = {"mean_abs_by_staleness": {str(age): mean for age, mean in groups.items()}}
-    return Finding(CODE, message, view.positions(stale), evidence, view.tokens_of(_flags(stale, len(staleness))))
+    flags = _flags(stale, len(staleness))
+    n = int(view.counts[flags].sum())
+    behind = ages[ages > youngest] - youngest
+    estimate = Estimate(
+        "updates behind", float(behind.mean()), float(behind.min()), float(behind.max()), n, min(n, _ENOUGH * _TOKENS),
+        ("another fault that concerns the older samples alone",),
+    )  # fmt: skip
+    return Finding(CODE, message, view.positions(stale), evidence, view.tokens_of(flags), estimate)
 
 
 def _level(view: View) -> tuple[torch.Tensor, torch.Tensor]:

@@ -162,7 +162,7 @@ def main() -> None:
         ray.shutdown()
     document = {
         "workers": workers,
-        "train_dumps": sorted(path.name for path in (out / "train_data").glob("*")),
+        "train_dumps": sorted(path.name for path in (out / "train_data").glob("*.pt")),
         "train_env_vars": args.train_env_vars,
         "create_s": ready - began,
         "train_s": trained - ready,

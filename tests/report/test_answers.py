@@ -8,27 +8,28 @@ from typing import Any
 import pytest
 
 from slime_instrument._analysis.compare import compare
-from slime_instrument._report.verdict import Verdict, judge, judge_all
+from slime_instrument._report.answers import Answers, answer, answer_all
+from slime_instrument._report.answers import judged as kept
 
 from .dumps import Change, one_bad_token, ragged, shifted, write_run
 
 
-def judged(tmp_path: Path, **run: Any) -> Verdict:
+def judged(tmp_path: Path, **run: Any) -> Answers:
     folder = write_run(tmp_path, **run)
-    return judge(compare(folder / "rollout_data" / "0.pt", folder / "train_data" / "0.pt"))
+    return answer(compare(folder / "rollout_data" / "0.pt", folder / "train_data" / "0.pt"))
 
 
-def answers(verdict: Verdict) -> dict[str, str]:
+def answers(verdict: Answers) -> dict[str, str]:
     return {question: answer for question, answer, _ in verdict.answers}
 
 
 @pytest.mark.parametrize(
     ("change", "level", "says"),
     [
-        (None, "fine", "No sign of a fault"),
+        (None, "ok", "Ok: no finding"),
         (shifted, "fault", "token-shift"),
         (ragged, "fault", "non-finite"),
-        (one_bad_token, "look", "single tokens stand out: up to 3 nats"),
+        (one_bad_token, "unexplained", "cause not shown"),
     ],
 )
 def test_the_level_follows_the_findings_and_the_size(
@@ -36,7 +37,7 @@ def test_the_level_follows_the_findings_and_the_size(
 ) -> None:
     verdict = judged(tmp_path, samples=16, change=change)
     assert verdict.level == level
-    assert says in verdict.headline
+    assert says in verdict.text
 
 
 def test_one_bad_sample_is_told_from_a_fault_in_all(tmp_path: Path) -> None:
@@ -45,7 +46,7 @@ def test_one_bad_sample_is_told_from_a_fault_in_all(tmp_path: Path) -> None:
     assert one["Worst token"].startswith("Sample 5, token 7:")
     every = answers(judged(tmp_path / "all", samples=16, change=shifted))
     assert every["One sample or all"].startswith("All alike: it takes")
-    assert every["Where in the response"] == "Evenly along the response."
+    assert every["Where in the response"].startswith("Evenly along the response")
 
 
 def test_where_in_the_response_it_grows_is_said(tmp_path: Path) -> None:
@@ -63,15 +64,16 @@ def test_nothing_to_compare_says_why(tmp_path: Path) -> None:
             one["log_probs"] = None
 
     verdict = judged(tmp_path, change=unmatched)
-    assert verdict.level == "nothing"
+    assert verdict.level == "nothing-compared"
     assert "no token has both log-probs" in answers(verdict)["Why"]
 
 
 def test_over_rollouts_it_says_since_when(tmp_path: Path) -> None:
     folder = write_run(tmp_path, rollouts=4, samples=8, length=60, change=shifted, changed_from=2)
     records = [compare(folder / "rollout_data" / f"{i}.pt", folder / "train_data" / f"{i}.pt") for i in range(4)]
-    verdict = judge_all([(f"rollout {i}", record, judge(record)) for i, record in enumerate(records)])
-    assert (verdict.level, verdict.headline) == ("fault", "Something is wrong in 2 of 4 rollouts: token-shift.")
-    assert answers(verdict)["Since when"] == "token-shift: in every rollout since rollout 2."
+    verdict = answer_all([kept(record, f"rollout {i}") for i, record in enumerate(records)])
+    assert verdict.level == "fault"
+    assert verdict.text.startswith("Fault in 2 of 4 rollouts; rollout 2: fault: token-shift;")
+    assert answers(verdict)["Since when"].endswith("token-shift: in every rollout since rollout 2.")
     link = next(link for question, _, link in verdict.answers if question == "Worst token")
     assert link.startswith(("#r=2&s=", "#r=3&s="))

@@ -1,0 +1,1 @@
+"""Train/rollout pairs from real inference engines: ``python -m benchmarks.real_engine``."""
