@@ -97,48 +97,80 @@ class Groups:
     names: tuple[str, ...]
     index: torch.Tensor
 
-    def tallies(self, batch: Batch, outcome: Outcome) -> dict[str, Tally]:
-        """What ``outcome`` does to each group, in the order of their names; groups without a token are not there."""
-        counted = batch.mask
-        group, n_groups = self.index[counted], len(self.names)
-        weight, kept = outcome.effective[counted].double(), outcome.kept[counted]
+    def tallies(self, tokens: _Counted) -> dict[str, Tally]:
+        """What a policy does to each group, in the order of their names; groups without a token are not there."""
+        group, n_groups = self.index[tokens.mask], len(self.names)
+        # Per group and sequence: whether a token is there, and whether one is left.
+        cells = group * tokens.n_sequences + tokens.sequence
+        there = torch.zeros(n_groups * tokens.n_sequences, dtype=torch.bool)
+        left = there.clone()
+        there[cells] = True
+        left[cells[tokens.kept]] = True
+        there, left = there.reshape(n_groups, -1), left.reshape(n_groups, -1)
 
-        def per_group(values: torch.Tensor | None = None) -> list[float]:
-            sums: list[float] = torch.bincount(
-                group, weights=None if values is None else values.double(), minlength=n_groups
-            ).tolist()
+        def per_group(values: torch.Tensor | None) -> list[float]:
+            sums: list[float] = torch.bincount(group, weights=values, minlength=n_groups).tolist()
             return sums
 
-        sequence = batch.spread(torch.arange(len(batch.lengths)))[counted]
-        cells = group * len(batch.lengths) + sequence
-        size = n_groups * len(batch.lengths)
-        there = torch.bincount(cells, minlength=size).reshape(n_groups, -1) > 0
-        left = torch.bincount(cells[kept], minlength=size).reshape(n_groups, -1) > 0
-        signal = batch.advantages[counted].double().abs() if batch.advantages is not None else None
-        columns = {
-            "n_tokens": per_group(),
-            "tokens_dropped": per_group(~kept),
-            "tokens_clipped": per_group(outcome.clipped[counted]),
-            "tokens_not_finite": per_group(~weight.isfinite()),
-            "n_sequences": there.sum(1).tolist(),
-            "sequences_dropped": (there & ~left).sum(1).tolist(),
-            "weights": per_group(weight),
-            "squares": per_group(weight * weight),
-        }
-        found: dict[str, Tally] = {}
-        for n, name in enumerate(self.names):
-            row = {column: values[n] for column, values in columns.items()}
-            if not row["n_tokens"]:
-                continue
-            counts = {column: int(value) for column, value in row.items() if column not in ("weights", "squares")}
-            found[name] = Tally(
-                **counts,
-                weights=row["weights"],
-                squares=row["squares"],
-                signal=per_group(signal)[n] if signal is not None else None,
-                signal_kept=per_group(signal * weight.abs())[n] if signal is not None else None,
+        n_tokens = per_group(None)
+        signal: Sequence[float | None] = [None] * n_groups
+        signal_kept = signal
+        if tokens.signal is not None:
+            signal, signal_kept = per_group(tokens.signal), per_group(tokens.signal * tokens.weight.abs())
+        dropped, clipped = per_group((~tokens.kept).double()), per_group(tokens.clipped.double())
+        broken = per_group((~tokens.weight.isfinite()).double())
+        weights, squares = per_group(tokens.weight), per_group(tokens.weight * tokens.weight)
+        n_there, n_gone = there.sum(1).tolist(), (there & ~left).sum(1).tolist()
+        return {
+            name: Tally(
+                int(n_tokens[n]),
+                int(dropped[n]),
+                int(clipped[n]),
+                int(broken[n]),
+                n_there[n],
+                n_gone[n],
+                weights[n],
+                squares[n],
+                signal[n],
+                signal_kept[n],
             )
-        return found
+            for n, name in enumerate(self.names)
+            if n_tokens[n]
+        }
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """The ``k`` tokens of a batch that the loss counts, with what a policy does to them.
+
+    Attributes:
+        mask: which tokens of the batch they are, bool, shape ``(N,)``.
+        sequence: of each, int64, shape ``(k,)``; ``n_sequences`` there are in all.
+        weight: 0 where dropped, float64, shape ``(k,)``.
+        kept, clipped: bool, shape ``(k,)``.
+        signal: \\|A\\|, float64, shape ``(k,)``; None without advantages.
+    """
+
+    mask: torch.Tensor
+    sequence: torch.Tensor
+    n_sequences: int
+    weight: torch.Tensor
+    kept: torch.Tensor
+    clipped: torch.Tensor
+    signal: torch.Tensor | None
+
+    @classmethod
+    def of(cls, batch: Batch, outcome: Outcome) -> _Counted:
+        mask = batch.mask
+        return cls(
+            mask=mask,
+            sequence=batch.spread(torch.arange(len(batch.lengths)))[mask],
+            n_sequences=len(batch.lengths),
+            weight=outcome.effective[mask].double(),
+            kept=outcome.kept[mask],
+            clipped=outcome.clipped[mask],
+            signal=batch.advantages[mask].double().abs() if batch.advantages is not None else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -237,13 +269,14 @@ def what_if(rollouts: Iterable[Rollout], policies: Sequence[Policy]) -> WhatIf:
             if policy.needs_advantages and rollout.batch.advantages is None:
                 continue
             outcome = policy.apply(rollout.batch)
+            tokens = _Counted.of(rollout.batch, outcome)
             everything = Groups(("",), torch.zeros(len(rollout.batch.mask), dtype=torch.int64))
-            tally = everything.tallies(rollout.batch, outcome).get("", _NOTHING)
+            tally = everything.tallies(tokens).get("", _NOTHING)
             totals[n] = totals[n] + tally if n in totals else tally
             series.setdefault(n, []).append((rollout.rollout_id, tally, outcome.reported))
             for by, groups in rollout.groups.items():
                 mine = splits.setdefault(n, {}).setdefault(by, {})
-                for name, part in groups.tallies(rollout.batch, outcome).items():
+                for name, part in groups.tallies(tokens).items():
                     mine[name] = mine[name] + part if name in mine else part
     effects = tuple(
         Effect(

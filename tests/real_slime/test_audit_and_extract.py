@@ -17,6 +17,7 @@ from slime_instrument._extract import extract, open_source
 from slime_instrument._format.pairs import FilePair
 from slime_instrument.lab import LabError, LabOptions, LabResult, find_sources, train_all
 from tests.conftest import CHECKOUT
+from tools.matrix.recipes import RECIPES
 
 pytestmark = pytest.mark.real_slime
 
@@ -78,7 +79,7 @@ LOSSES = {
     "opsm": Recipe({"use_opsm": True, "opsm_delta": 0.1, **ROLLOUT}),
     "kl in the loss": Recipe({"use_kl_loss": True, "kl_loss_coef": 0.1}, with_ref=True),
     "tokens alike": Recipe({"calculate_per_token_loss": True, **ROLLOUT}),
-    "fan-out": Recipe({}, samples="uneven"),
+    "fan-out": Recipe({}, samples="uneven", not_in=BEFORE_0_3),
 }
 
 
@@ -219,3 +220,23 @@ def test_an_extract_is_trained_as_it_was_in_the_whole_run(release: str, tmp_path
         assert torch.equal(torch.as_tensor(one.train["tokens"]), torch.as_tensor(before["tokens"]))
         assert torch.equal(one.train["advantages"], before["advantages"])
         assert torch.equal(one.train["log_probs"], before["log_probs"])
+
+
+@pytest.mark.full
+def test_no_recipe_of_the_matrix_has_a_finding(tmp_path: Path) -> None:
+    recipes = {
+        name: Recipe(one.overrides, one.with_ref, one.extras, one.samples, dp=2)
+        for name, one in RECIPES.items()
+        if one.until is None and name != "rollout-routing-replay"
+    }
+    results = trained(tmp_path, CHECKOUT, recipes, cp=2)
+    assert len(results) == len(recipes) > 20
+    found = {name: audit(pair_of(result)).findings for name, result in results.items()}
+    assert {name: findings for name, findings in found.items() if findings} == {}
+
+
+@pytest.mark.full
+def test_a_release_that_whitens_each_context_parallel_rank_alone_is_told(tmp_path: Path) -> None:
+    result = trained(tmp_path, "v0.3.1", {"whitened": ESTIMATORS["whitened"]}, cp=2)["whitened"]
+    (finding,) = audit(pair_of(result)).findings
+    assert finding.code == "whitening-by-rank"
