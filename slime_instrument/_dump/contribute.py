@@ -109,6 +109,7 @@ class Seen:
         route: how this process was armed, in words.
         why_no_log_probs: why ``log_probs`` is absent, for the provenance; looked at only where it is.
         weight_version: the trainer's own count of weight updates, where it has one.
+        step_results: of each optimizer step its number, slime's dict of losses, and the gradient's norm.
     """
 
     failure: str | None = None
@@ -120,6 +121,7 @@ class Seen:
     route: str = ""
     why_no_log_probs: str = ""
     weight_version: int | None = None
+    step_results: Sequence[tuple[int | None, Any, Any]] = ()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ def provenance(
     and proven (v0.2.0), "unknown" means that samples are ordered by their index. ``captured_optimizer_steps``: per
     local sample, the step within the rollout at which it was captured. ``log_probs`` says in words why that field is
     absent, where it is. ``weight_version``: the trainer's own count of weight updates, where it has one.
+    ``steps``: per optimizer step of the rollout its losses and the norm of its gradient, as slime computed them.
     """
     sources = {
         name: "rollout" if name in seen.came_with_rollout else "recomputed"
@@ -63,11 +64,28 @@ def provenance(
     }
     if seen.weight_version is not None:
         described["weight_version"] = seen.weight_version
+    if seen.step_results:
+        described["steps"] = [
+            {"step": step, "grad_norm": _number(norm), "losses": _numbers(losses)}
+            for step, losses, norm in seen.step_results
+        ]
     if seen.log_probs is not None and seen.optimizer_steps is not None:
         described["captured_optimizer_steps"] = list(seen.optimizer_steps)
     if "log_probs" not in sources:
         described["log_probs"] = seen.why_no_log_probs
     return described
+
+
+def _numbers(losses: Any) -> dict[str, float]:
+    found = {str(name): _number(value) for name, value in losses.items()} if isinstance(losses, Mapping) else {}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _number(value: Any) -> float | None:
+    """A number, or a tensor of one; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return float(value.detach()) if value.numel() == 1 else None
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _arguments(args: Any) -> dict[str, Any]:

@@ -83,6 +83,8 @@ class CaptureSession:
         self.failure: str | None = None
         """Why a part of this rollout is missing, where one is: then its dump is not written at all."""
         self.optimizer_step: int | None = None
+        self.step_results: list[tuple[int | None, Any, Any]] = []
+        """Of each optimizer step: its number, slime's dict of losses and the gradient's norm, as slime returns them."""
         self.losses = 0
         """How many policy losses were computed."""
         self.weight_version: int | None = None
@@ -122,6 +124,11 @@ class CaptureSession:
         self.begin_training()
         self.optimizer_step = step
 
+    def end_step(self, losses: Any, grad_norm: Any) -> None:
+        """The optimizer step ended with these. They are looked at when the dump is made: a number on a device would
+        have to be waited for here."""
+        self.step_results.append((self.optimizer_step, losses, grad_norm))
+
     def capture(self, positions: Sequence[int], log_probs: Sequence[torch.Tensor]) -> None:
         """Keep each sample's log-probs (shape ``(local response tokens,)``) unless the sample was seen before.
 
@@ -160,6 +167,7 @@ class CaptureSession:
         """Let go of every tensor, and of our own key."""
         self._values.clear()
         self._steps.clear()
+        self.step_results.clear()
         self._take_back(self._added & {LOCAL_KEY})
 
     def _take_back(self, keys: set[str]) -> None:

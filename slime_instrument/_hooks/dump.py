@@ -60,6 +60,7 @@ def _seen(process: Process, args: Any, session: CaptureSession) -> Seen:
         route=process.route,
         why_no_log_probs=_why_nothing_was_captured(process, args, session),
         weight_version=session.weight_version,
+        step_results=tuple(session.step_results),
     )
 
 

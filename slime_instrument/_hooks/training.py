@@ -112,7 +112,7 @@ def hide_positions(call: Call) -> Iterator[None]:
     needs=("dump",),
     takes=("step_id",),
     optional=True,
-    on_failure="The optimizer step of captured log-probs is lost.",
+    on_failure="The optimizer step of captured log-probs, its loss and its gradient norm are lost.",
     idle=lambda: current_session() is None,
 )
 def note_step(call: Call) -> Iterator[None]:
@@ -120,6 +120,9 @@ def note_step(call: Call) -> Iterator[None]:
     if session is not None:
         session.begin_step(int(call["step_id"]))
     yield
+    result = call.result
+    if session is not None and isinstance(result, tuple) and len(result) == 2:
+        session.end_step(*result)
 
 
 @around(

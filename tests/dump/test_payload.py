@@ -188,3 +188,16 @@ def test_only_plain_arguments_are_recorded_and_the_types_stay() -> None:
     found = described({}, Seen(), gamma=0.5, use_tis=True, loss_type="policy_loss", eps_clip=None, kl_coef=object())
     assert found["arguments"] == {"gamma": 0.5, "use_tis": True, "loss_type": "policy_loss"}
     assert found["qkv_format"] == "thd"
+
+
+def test_the_provenance_says_what_each_optimizer_step_came_to() -> None:
+    results = (
+        (0, {"loss": torch.tensor(1.5), "clipfrac": 0.25, "odd": "text", "many": torch.ones(2)}, torch.tensor(2.0)),
+        (1, None, None),
+    )
+    seen = Seen(step_results=results)
+    described = provenance({}, SimpleNamespace(), topology(), seen, ())
+    assert described["steps"] == [
+        {"step": 0, "grad_norm": 2.0, "losses": {"loss": 1.5, "clipfrac": 0.25}},
+        {"step": 1, "grad_norm": None, "losses": {}},
+    ]
