@@ -89,7 +89,7 @@ class WatchedRay(wrapt.ObjectProxy[Any]):
 
 def _loader(process: Process) -> Any:
     """slime's own function; the module that defines it need not be the one that it was taken from."""
-    return inspect.unwrap(process.patcher["data-loader"].original)  # type: ignore[arg-type]
+    return inspect.unwrap(process.patcher["data-loader"].original)
 
 
 @contextmanager
