@@ -14,6 +14,7 @@ from slime_instrument._format.schema import (
     FORGOTTEN_CONTEXT_PARALLEL_FIELDS,
     FORMAT_VERSION,
     REQUIRED_SAMPLE_FIELDS,
+    SAMPLER_HEAD_FIELDS,
 )
 from slime_instrument._format.unpickling import was_list
 from slime_instrument._format.values import (
@@ -146,7 +147,8 @@ def check_lengths(dump: V2Dump, found: Problems) -> None:
         total = total if total is not None else tokens
         response_lengths_of(i, sample, response, total, ["loss_masks", *fields], found)
         log_prob_fields = [name for name in fields if name.endswith("log_probs")]
-        check_log_probs(i, sample, [n for n in log_prob_fields if not _may_be_wide(n, sample.get(n))], found)
+        one_each = [name for name in log_prob_fields if name not in SAMPLER_HEAD_FIELDS]
+        check_log_probs(i, sample, one_each, found)
         check_ragged(i, sample, response, found)
         check_routed_experts(i, sample, tokens if tokens is not None else total, found)
         for name in forgotten:
