@@ -35,7 +35,7 @@ _MODULE = "slime.utils.data"
     "data-loader",
     f"{_MODULE}:process_rollout_data",
     group="positions",
-    needs=("rollout-metrics",),  # hides what is added here from slime's metrics
+    needs=("dump", "rollout-metrics"),  # the latter hides what is added here from slime's metrics
     unless=Already(NATIVE_CAPTURE, "slime itself keeps the positions since #2266"),
     on_failure="The positions of this rollout's samples are lost, and with them its train dump.",
 )
@@ -87,11 +87,15 @@ class WatchedRay(wrapt.ObjectProxy[Any]):
         return importlib.import_module, (self.__wrapped__.__name__,)
 
 
+def _loader(process: Process) -> Any:
+    """slime's own function; the module that defines it need not be the one that it was taken from."""
+    return inspect.unwrap(process.patcher["data-loader"].original)
+
+
 @contextmanager
 def _watched_ray(process: Process) -> Iterator[None]:
     """The stand-in is in place while any thread loads, and what it stands for is back after the last one."""
-    loader: Any = inspect.unwrap(process.patcher["data-loader"].original)
-    namespace = loader.__globals__  # of the module that defines it, which need not be the one that it is taken from
+    namespace = _loader(process).__globals__
     if "ray" not in namespace:  # positions then count as unknown, unless they can be worked out
         yield
         return
@@ -114,8 +118,10 @@ def _watched_ray(process: Process) -> Iterator[None]:
 
 
 def _reconstructed(call: Call, rollout_data: dict[str, Any]) -> list[int] | None:
+    """Only where slime has no positions at all. Those that it has, and that were not seen, are another cut: equal
+    lengths would prove nothing."""
     dp_rank, dp_size = call.get("dp_rank"), call.get("dp_size")
-    if dp_rank is None or dp_size is None:
+    if dp_rank is None or dp_size is None or POSITION_KEY in _loader(call.process).__code__.co_consts:
         return None
     return reconstruct(arguments(call), rollout_data, dp_rank, dp_size)
 

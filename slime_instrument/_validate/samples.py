@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from slime_instrument._format.schema import FORGOTTEN_CONTEXT_PARALLEL_FIELDS, FORMAT_VERSION, REQUIRED_SAMPLE_FIELDS
+from slime_instrument._format.schema import (
+    CONTEXT_PARALLEL_FIELDS,
+    FORGOTTEN_CONTEXT_PARALLEL_FIELDS,
+    FORMAT_VERSION,
+    REQUIRED_SAMPLE_FIELDS,
+    SAMPLER_HEAD_FIELDS,
+)
 from slime_instrument._format.unpickling import was_list
 from slime_instrument._format.values import (
     HIGHEST_LOG_PROB,
@@ -78,7 +84,7 @@ def check_sample_types(dump: V2Dump, found: Problems) -> None:
             found.error("type", message, sample=i, field="tokens")
         for name in response_fields:
             value = sample.get(name)
-            if value is not None and not _is_numbers(value):
+            if value is not None and not _is_numbers(value) and not _may_be_wide(name, value):
                 message = f"sample {i}: {name} is {_describe(sample, name)}, expected one number per response token"
                 found.error("type", message, sample=i, field=name)
 
@@ -110,6 +116,11 @@ def _is_numbers(value: Any) -> bool:
     return False
 
 
+def _may_be_wide(name: str, value: Any) -> bool:
+    """Whether ``value`` may have whole numbers, or several values for each token, as the sampler's top k has."""
+    return name not in CONTEXT_PARALLEL_FIELDS and isinstance(value, torch.Tensor) and value.dim() >= 1
+
+
 def _describe(holder: dict[str, Any], key: str) -> str:
     if key not in holder:
         return "missing"
@@ -135,7 +146,9 @@ def check_lengths(dump: V2Dump, found: Problems) -> None:
             found.error("length", message, sample=i, field="tokens")
         total = total if total is not None else tokens
         response_lengths_of(i, sample, response, total, ["loss_masks", *fields], found)
-        check_log_probs(i, sample, [name for name in fields if name.endswith("log_probs")], found)
+        log_prob_fields = [name for name in fields if name.endswith("log_probs")]
+        one_each = [name for name in log_prob_fields if name not in SAMPLER_HEAD_FIELDS]
+        check_log_probs(i, sample, one_each, found)
         check_ragged(i, sample, response, found)
         check_routed_experts(i, sample, tokens if tokens is not None else total, found)
         for name in forgotten:

@@ -49,13 +49,16 @@ CHANGES = {
         },
         "train-dump",
         "slime.utils.train_dump_utils has no save_debug_train_data",
-        ("train-actor", "micro-batches", "policy-loss", "log-probs"),
+        ("data-loader", "train-actor", "micro-batches", "policy-loss", "log-probs"),
         dump_name="{rollout_id}_{rank}.pt",  # for slime's own files: one name for all ranks would be written at once
     ),
-    "a renamed parameter of the data loader": Change(
-        {"slime/utils/data.py": {r"(def process_rollout_data\(.*)\bdp_rank\b(.*?\n\n\n)": r"\1rank_of_data\2"}},
+    "a renamed data loader": Change(
+        {
+            "slime/utils/data.py": {r"def process_rollout_data\(": "def load_rollout_data("},
+            f"{MEGATRON}/actor.py": {"process_rollout_data": "load_rollout_data"},
+        },
         "data-loader",
-        "expected also dp_rank",
+        "slime.utils.data has no process_rollout_data",
         (),
     ),
 }

@@ -245,10 +245,14 @@ def _metrics_without_args(release: str) -> tuple[Step, ...]:
         Edit(
             _metrics(release),
             r"\) -> None:\n",
-            ") -> None:\n    from megatron.training import get_args\n\n    args = get_args()\n",
+            ") -> None:\n    import sys\n\n    args = sys.modules['slime.backends.megatron_utils.actor'].ARGS\n",
             within="log_rollout_data",
         ),
-        Edit(ACTOR, r"log_rollout_data\(\s+rollout_id,\s+self\.args,", "log_rollout_data(rollout_id,"),
+        Edit(
+            ACTOR,
+            r"(\n +)((?:train_metric_utils\.)?log_rollout_data\(\s+rollout_id,)\s+self\.args,",
+            r"\1globals().update(ARGS=self.args)\1\2",
+        ),
     )
 
 
@@ -349,7 +353,9 @@ def _for_both() -> list[Variant]:
         add(
             "dump: `rollout_data` renamed",
             [
-                Edit(dump, r"\brollout_data\b", "batch_data", within="save_debug_train_data"),
+                Edit(
+                    dump, r"rollout_id, rollout_data\):\n", "rollout_id, batch_data):\n    rollout_data = batch_data\n"
+                ),
                 Edit(ACTOR, r"(save_debug_train_data\([^\n]*)rollout_data=rollout_data", r"\1batch_data=rollout_data"),
             ],
             stepped_back,

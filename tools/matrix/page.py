@@ -11,9 +11,18 @@ from typing import Any
 from slime_instrument._versions import installed
 from slime_instrument.lab._samples import EDGE_KINDS
 from slime_instrument.lab._sources import source_version
+from tools.matrix.drift import NATIVE, VARIANTS
 from tools.matrix.layouts import LAYOUTS, RECIPE_LAYOUTS
-from tools.matrix.plan import AROUND_NATIVE, MINIATURE, RELEASES, Cell, cells
+from tools.matrix.plan import AROUND_NATIVE, LAST_WITHOUT, MINIATURE, RELEASES, Cell, cells
 from tools.matrix.recipes import RECIPES
+
+_DRIFT = """## When slime changes
+
+What upstream could do, or has done, to the places where the hooks work. Each is trained on DP2-CP2 from a checkout
+with a few lines changed (`tools/matrix/drift.py`, `tests/drift`): weights are those of the unchanged slime, bit for
+bit; the file is what the table says, compared value by value; `check` says beforehand what came of it.
+
+"""
 
 Found = Mapping[str, Mapping[str, Any]]
 
@@ -81,8 +90,20 @@ def render(results: Found, sources: Mapping[str, Path], code: str) -> str:
         _figures(results),
         _notes(results),
         _LIMITS,
+        drift_section(),
     ]
     return "\n".join(part for part in parts if part)
+
+
+def drift_section() -> str:
+    """What must come of each changed slime; ``tests/drift`` trains them and holds them to it."""
+    columns = (NATIVE, LAST_WITHOUT)
+    outcomes = {(variant.what, variant.release): variant.outcome.value for variant in VARIANTS}
+    rows = [
+        [what, *(outcomes.get((what, release), "–") for release in columns)]
+        for what in dict.fromkeys(variant.what for variant in VARIANTS)
+    ]
+    return _DRIFT + _table(["changed", *columns], rows)
 
 
 def _cell(results: Found, cell: Cell) -> str:
