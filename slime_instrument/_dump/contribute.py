@@ -8,6 +8,7 @@ A value that cannot be stored costs its own field, with the reason in the proven
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import io
 import pickle
@@ -361,6 +362,20 @@ def _sharded(
 # Tensors as bytes
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """A block in which torch does what it says: without gradients, on the CPU where no device is named, and without the
+    user's own modes, which may count, refuse or fake each operation."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        # The default device is such a mode as well.
+        while torch._C._len_torch_function_stack():
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        if torch._C._len_torch_dispatch_stack():  # looked at first: what follows imports much
+            stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
+        yield
+
+
 class _NeedsTorch(Exception):
     """A tensor whose bytes cannot travel as they are in memory; torch's own file format can hold it."""
 
@@ -483,6 +498,7 @@ def _runs(tensors: Iterable[torch.Tensor], on_device: int, on_cpu: int) -> Itera
 # Everything else as plain values
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device})
+_FIXED = _PLAIN - {bytearray}
 _SCALARS: Mapping[type, Callable[[Any], Any]] = {
     int: int.__int__,
     float: float.__float__,
@@ -510,7 +526,8 @@ class _Plain:
     def __call__(self, value: Any) -> Any:
         kind = type(value)
         if kind in _PLAIN:
-            return value
+            # A copy of what can be changed in place: the file may be written while training goes on.
+            return bytearray(value) if kind is bytearray else value
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, (dict, list, tuple, set, frozenset)):
@@ -540,7 +557,7 @@ class _Plain:
         return found
 
     def _container(self, value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and all(type(item) in _PLAIN for item in value):
+        if isinstance(value, (list, tuple)) and all(type(item) in _FIXED for item in value):
             return tuple(value) if isinstance(value, tuple) else list(value)  # long lists of numbers: the common case
         if id(value) in self._done:
             return self._done[id(value)][1]

@@ -188,7 +188,7 @@ class Disk:
             except OSError as error:
                 if error.errno not in _NO_RENAME:
                     raise
-                self.can_rename = False
+                self.can_rename = error.errno == errno.EBUSY  # which concerns this one file
                 self._tell(f"{path.parent} cannot rename files ({error.strerror}); they are written in place")
                 return self._write_through(path, fill)
         finally:
@@ -198,20 +198,28 @@ class Disk:
         return size
 
     def _write_through(self, path: Path, fill: Callable[[IO[bytes]], Any]) -> int:
-        with open(path, "wb") as file:
-            fill(file)
-            file.flush()
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                self._flush_to_disk(file.fileno())
-                return file.tell()
+        is_new = not os.path.lexists(path)
+        try:
+            with open(path, "wb") as file:
+                fill(file)
+                file.flush()
+                if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    self._flush_to_disk(file.fileno())
+                    return file.tell()
+        except BaseException:
+            if is_new:  # half a file is worse than none
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            raise
         return 0
 
     def _make_part(self, path: Path) -> IO[bytes]:
         """A new file beside ``path``, locked while it is written so that nobody takes it for a leftover."""
         while True:
-            # The name is cut, so that a long one plus our suffix stays a file name.
+            # The name is cut, so that a long one plus our suffix stays a file name; in bytes, as the system counts.
             owner = f"{socket.gethostname()}-{os.getpid()}-{next(_number)}"
-            part = path.parent / f".{path.name[:40]}.slime_instrument-{owner}.part"
+            name = os.fsdecode(os.fsencode(path.name)[:40])
+            part = path.parent / f".{name}.slime_instrument-{owner}.part"
             try:
                 file = open(part, "xb")  # noqa: SIM115  # the caller closes it
             except FileExistsError:
@@ -319,14 +327,17 @@ def write_dump(payload: dict[str, Any], path: Path, disk: Disk) -> int:
         try:
             return _write_once(payload, path, disk)
         except OSError:
+            if _is_special(path):  # a pipe whose reader has gone would wait for another one
+                raise
             time.sleep(_RETRY_AFTER_S)
             return _write_once(payload, path, disk)
     except OSError as refused:
+        tried = "tried once" if _is_special(path) else "tried twice"
         raise DumpError(
             five_parts(
                 str(path),
                 expected="to write the train dump",
-                found=f"{refused.strerror or describe(refused)} (tried twice; {free_space(path.parent)})",
+                found=f"{refused.strerror or describe(refused)} ({tried}; {free_space(path.parent)})",
                 follows="This rollout has no train dump; a file that was there before is untouched.",
                 next_step="Check space, quota and rights of the folder.",
             )
@@ -553,11 +564,6 @@ def _at_exit(function: Callable[[], None]) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Which dumps are made, and which are kept
-
-
-def is_due(settings: Settings, rollout_id: int) -> bool:
-    """Every ``EVERY``-th rollout, counted by its id, and every pinned one."""
-    return rollout_id % settings.every == 0 or rollout_id in settings.pin
 
 
 class Rotation:

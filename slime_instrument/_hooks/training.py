@@ -56,6 +56,9 @@ def train_actor(call: Call) -> Iterator[None]:
     with SESSIONS.opened(session):
         try:
             yield
+        except GeneratorExit:  # the target raised
+            process.dumper.never_came(rollout_id, "its train_actor raised before the dump")
+            raise
         finally:
             session.close()
             process.rollout_ended(session)

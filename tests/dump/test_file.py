@@ -38,12 +38,11 @@ from slime_instrument._dump.file import (
     dump_folder,
     dump_path,
     dump_template,
-    is_due,
     write_dump,
 )
 from slime_instrument._errors import DumpError, TrainingPathError
 from slime_instrument._patching.failures import FailurePolicy
-from slime_instrument._settings import Pins, Settings
+from slime_instrument._settings import Pins, Settings, is_due
 
 ROOT = Path(__file__).parents[2]
 OLD = b"the old dump"
