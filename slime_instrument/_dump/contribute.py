@@ -364,10 +364,9 @@ def _sharded(
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """A block in which torch does what it says: without gradients, on the CPU where no device is named, and without the
-    user's own modes, which may count, refuse or fake each operation."""
+    """A block in which torch does what it says: on the CPU where no device is named, and without the user's own modes,
+    which may count, refuse or fake each operation."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
         # The default device is such a mode as well.
         while torch._C._len_torch_function_stack():
             stack.enter_context(torch.overrides._pop_mode_temporarily())

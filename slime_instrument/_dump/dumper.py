@@ -123,10 +123,22 @@ class Dumper:
                 raise
             log(logging.DEBUG, "slime_instrument: could not tell the other ranks: %s", describe(error))
 
-    def never_came(self, rollout_id: int, reason: str) -> None:
-        """The training step of ``rollout_id`` ended with an error: :meth:`give_up`, where no dump was called."""
-        if not self._calls.get(rollout_id):
-            self.give_up(rollout_id, reason)
+    def ended(self, rollout_id: int, error: str | None = None) -> None:
+        """The training step of ``rollout_id`` ended on this rank, with ``error`` if so. Where it called no dump, the
+        others are told not to wait for it. Never raises."""
+        if self._calls.get(rollout_id):
+            return
+        if error is not None:
+            self.give_up(rollout_id, error)
+            return
+        try:
+            topology = self._topology or read_topology()
+            if topology.takes_part and len(topology.participants) > 1:
+                self._agreement(CallId(rollout_id, self._attempts.get(rollout_id, 0), 0), topology).pass_by()
+        except Exception as failed:
+            if not_ours(failed):
+                raise
+            log(logging.DEBUG, "slime_instrument: could not tell the other ranks: %s", describe(failed))
 
     def step_out(self, reason: str) -> None:
         """This rank dumps no more; the others are told why. Never raises."""
@@ -146,7 +158,7 @@ class Dumper:
             self._begin_journal(dump_template(args), topology, (), seen.route)
         written = self._written
         try:
-            with undisturbed():
+            with undisturbed(), torch.no_grad():
                 self._dump(args, call, rollout_data, seen, topology, path, began)
         except BaseException as error:
             self._told = rollout_id

@@ -83,10 +83,13 @@ class Presence:
         if self.store is None or current is not self._of:
             careful: Any = _Careful(_own_connection(current))
             self.store, self._of, self._rank = careful, current, dist.get_rank()
-            self._dumps_of = {}
-            self.store.set(f"{_ROOT}/dumps/{self._rank}", self._dumps)
+            self._say_what_is_dumped(self.store)
             self._announce(self.store)
         return self.store
+
+    def _say_what_is_dumped(self, store: Store) -> None:
+        self._dumps_of = {}
+        store.set(f"{_ROOT}/dumps/{self._rank}", self._dumps)
 
     def _announce(self, store: Store) -> None:
         if self._out is None:
@@ -186,7 +189,7 @@ class Patience:
 
     def __init__(self, limit_s: float, what: Callable[[], str], say: Callable[[str], None]) -> None:
         self._limit_s, self._what, self._say = limit_s, what, say
-        self._still_s = self._all_s = 0.0
+        self._still_s = self.all_s = 0.0
         self._say_at_s = self._SAY_AFTER_S
 
     def moved(self) -> None:
@@ -200,10 +203,10 @@ class Patience:
         """Count a wait that was meant to take ``at_most`` seconds. False once the bound is reached."""
         seconds = min(seconds, at_most + 0.05)
         self._still_s += seconds
-        self._all_s += seconds
-        if self._all_s >= self._say_at_s:
+        self.all_s += seconds
+        if self.all_s >= self._say_at_s:
             self._say_at_s *= 2
-            self._say(f"waiting for {self._what()} since {self._all_s:.0f} s")
+            self._say(f"waiting for {self._what()} since {self.all_s:.0f} s")
         return self._still_s < self._limit_s
 
 
@@ -222,6 +225,10 @@ class CallId:
 
     def __str__(self) -> str:
         return f"{self.rollout_id}/{self.attempt}/{self.call}"
+
+
+_GRACE_S = 0.5
+"""How long a rank is waited for that has ended its training step without calling the dump."""
 
 
 class Agreement:
@@ -272,6 +279,13 @@ class Agreement:
             if self._clock() >= until:
                 return None
             self._sleep(0.02)
+
+    def pass_by(self) -> None:
+        """This rank's training step has ended and it called no dump: it may still, but nobody should count on it."""
+        self._store.set(self._passed(self._topology.rank), "1")
+
+    def _passed(self, rank: int) -> str:
+        return f"{_ROOT}/{self._call.rollout_id}/{self._call.attempt}/passed/{rank}"
 
     def arrive(self, template: str) -> None:
         """This rank has come, and would dump to ``template``, which :func:`storable` gave."""
@@ -335,6 +349,7 @@ class Agreement:
         when the bound is reached."""
         decision = f"{self._root}/decision"
         patience = Patience(limit_s or self._timeout_s, lambda: self._who_lacks(ranks), self._say)
+        look_at_s, late = _GRACE_S, ""
         while True:
             began = self._clock()
             if self._store.check([decision]):
@@ -346,15 +361,26 @@ class Agreement:
             # A store that answers slowly is part of the wait.
             if not patience.waited(self._clock() - began, step + min(1.0, self._timeout_s / 4)):
                 break
-        lacking = [rank for rank in ranks if not self._store.check([self._ready(rank)])]
+            if patience.all_s >= look_at_s:
+                look_at_s += 1.0
+                passed = self._lacking(ranks)
+                if passed and all(self._store.check([self._passed(rank)]) for rank in passed):
+                    late = f"rank(s) {passed} ended their train_actor without calling the dump"
+                    break
+        lacking = self._lacking(ranks)
         for rank in lacking:
             self._missed[rank, self._call.call] = self._call
-        late = f"rank(s) {lacking} did not come" if lacking else f"rank(s) {list(ranks)} came but decided nothing"
-        self._decide(f"skip:{late} within {limit_s or self._timeout_s:g} s (rank {self._topology.rank} waited)")
+        if not late:
+            late = f"rank(s) {lacking} did not come" if lacking else f"rank(s) {list(ranks)} came but decided nothing"
+            late += f" within {limit_s or self._timeout_s:g} s"
+        self._decide(f"skip:{late} (rank {self._topology.rank} waited)")
         return False
 
+    def _lacking(self, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if not self._store.check([self._ready(rank)])]
+
     def _who_lacks(self, ranks: Sequence[int]) -> str:
-        return f"rank(s) {[rank for rank in ranks if not self._store.check([self._ready(rank)])] or list(ranks)}"
+        return f"rank(s) {self._lacking(ranks) or list(ranks)}"
 
     def _decide(self, decision: str) -> None:
         self._store.compare_set(f"{self._root}/decision", "", storable(decision))

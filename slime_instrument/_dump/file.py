@@ -89,7 +89,11 @@ def check_writable(template: str, rank: int, disk: Disk, first_rollout: int = 0)
         return
     probe = path.parent / f".slime_instrument.probe.{socket.gethostname()}.{os.getpid()}"
     try:
-        disk.write(probe, lambda file: file.write(b"probe"))
+        try:
+            disk.write(probe, lambda file: file.write(b"probe"))
+        except OSError:
+            time.sleep(_RETRY_AFTER_S)
+            disk.write(probe, lambda file: file.write(b"probe"))
     except OSError as error:
         found = f"{error.strerror or error}; {free_space(path.parent)}"
         raise _refusal(template, f"a folder {path.parent} in which files can be made", found) from error
@@ -492,6 +496,10 @@ class Report(Protocol):
     def __call__(self, where: str, error: BaseException, lost: str, *, may_raise: bool = True) -> Any: ...
 
 
+_AT_EXIT_S = 10.0
+"""A write that stands still is given at least this long at exit: nobody else waits then."""
+
+
 class BackgroundWriter:
     """Writes at most one file at a time on a thread of its own; ``report`` gets what went wrong there, on the thread
     that finds out: at the next dump, or at exit.
@@ -542,9 +550,11 @@ class BackgroundWriter:
         """At exit: wait while the file grows; name what is then still pending."""
         while self._thread is not None and self._thread.is_alive():
             before = self.moved()
-            self._thread.join(self._timeout_s)
+            self._thread.join(max(self._timeout_s, _AT_EXIT_S))
             if self._thread.is_alive() and self.moved() == before:
-                stuck = DumpError(f"the file did not grow for {self._timeout_s:g} s when the process ended")
+                stuck = DumpError(
+                    f"the file did not grow for {max(self._timeout_s, _AT_EXIT_S):g} s when the process ended"
+                )
                 self._report("asynchronous writing", stuck, self._lost, may_raise=False)
                 return
         self.flush(may_raise=False)

@@ -57,8 +57,10 @@ def train_actor(call: Call) -> Iterator[None]:
         try:
             yield
         except GeneratorExit:  # the target raised
-            process.dumper.never_came(rollout_id, "its train_actor raised before the dump")
+            process.dumper.ended(rollout_id, "its train_actor raised before the dump")
             raise
+        else:
+            process.dumper.ended(rollout_id)
         finally:
             session.close()
             process.rollout_ended(session)

@@ -188,3 +188,22 @@ def test_only_plain_arguments_are_recorded_and_the_types_stay() -> None:
     found = described({}, Seen(), gamma=0.5, use_tis=True, loss_type="policy_loss", eps_clip=None, kl_coef=object())
     assert found["arguments"] == {"gamma": 0.5, "use_tis": True, "loss_type": "policy_loss"}
     assert found["qkv_format"] == "thd"
+
+
+def test_what_training_changes_in_place_after_the_dump_is_in_the_file_as_it_was() -> None:
+    text, number, column = bytearray(b"right"), torch.ones(3), [[bytearray(b"right")], [torch.ones(2)]]
+    expanded = torch.ones(1).expand(4)
+    found = build_payload(
+        [part(0, [0, 1], text=text, number=number, column=column, expanded=expanded)], rollout_id=0, writer_rank=0
+    )
+    text[:] = b"wrong"
+    column[0][0][:] = b"wrong"  # type: ignore[index]
+    for tensor in (number, column[1][0], expanded):
+        tensor.fill_(7)  # type: ignore[union-attr]
+    (shard,) = found["dp_shards"]
+    assert shard["text"] == b"right"
+    assert torch.equal(shard["number"], torch.ones(3))
+    assert torch.equal(shard["expanded"], torch.ones(4))
+    first, second = found["samples"]
+    assert first["column"] == [b"right"]
+    assert torch.equal(second["column"][0], torch.ones(2))
