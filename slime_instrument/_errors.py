@@ -62,7 +62,12 @@ def describe(error: BaseException) -> str:
         text = str(error)
     except Exception as failed:
         text = f"(its message cannot be shown: str() raises {type(failed).__name__})"
+    if len(text) > _MOST_SHOWN:  # it goes to the log, the journal and the other ranks
+        text = f"{text[:_MOST_SHOWN]} … ({len(text)} characters in all)"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+_MOST_SHOWN = 2000
 
 
 def traceback_text(error: BaseException) -> str:

@@ -85,6 +85,13 @@ class Settings:
         return cls(**values, unknown=tuple(sorted(set(given) - set(known) - _NOT_SETTINGS)))
 
 
+def is_due(settings: Settings, rollout_id: Any) -> bool:
+    """Every ``EVERY``-th rollout, counted by its id, and every pinned one. An id that is no number is always due."""
+    if not isinstance(rollout_id, int):
+        return True
+    return rollout_id % settings.every == 0 or rollout_id in settings.pin
+
+
 def _parse(name: str, text: str, parser: Callable[[str], T]) -> T:
     try:
         return parser(text)

@@ -8,6 +8,7 @@ A value that cannot be stored costs its own field, with the reason in the proven
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import io
 import pickle
@@ -363,6 +364,19 @@ def _sharded(
 # Tensors as bytes
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """A block in which torch does what it says: on the CPU where no device is named, and without the user's own modes,
+    which may count, refuse or fake each operation."""
+    with contextlib.ExitStack() as stack:
+        # The default device is such a mode as well.
+        while torch._C._len_torch_function_stack():
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        if torch._C._len_torch_dispatch_stack():  # looked at first: what follows imports much
+            stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
+        yield
+
+
 class _NeedsTorch(Exception):
     """A tensor whose bytes cannot travel as they are in memory; torch's own file format can hold it."""
 
@@ -512,6 +526,7 @@ class _Plain:
     def __call__(self, value: Any) -> Any:
         kind = type(value)
         if kind in _PLAIN:
+            # A copy of what can be changed in place: the file may be written while training goes on.
             return value
         if isinstance(value, torch.Tensor):
             return self._tensor(value)

@@ -6,7 +6,6 @@ This is the order in which to read the folder: :mod:`contribute`, :mod:`exchange
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from slime_instrument._dump import exchange
-from slime_instrument._dump.contribute import Contribution, Seen, Topology, contribute, read_topology
+from slime_instrument._dump.contribute import Contribution, Seen, Topology, contribute, read_topology, undisturbed
 from slime_instrument._dump.exchange import Agreement, CallId, Listener, Presence
 from slime_instrument._dump.file import (
     BackgroundWriter,
@@ -29,7 +28,6 @@ from slime_instrument._dump.file import (
     dump_folder,
     dump_path,
     dump_template,
-    is_due,
     write_dump,
 )
 from slime_instrument._dump.payload import build_payload, left_out, provenance
@@ -38,7 +36,7 @@ from slime_instrument._errors import DumpError, describe, not_ours
 from slime_instrument._format import journal
 from slime_instrument._format.schema import SHARDED_FIELDS
 from slime_instrument._log import log
-from slime_instrument._settings import Settings
+from slime_instrument._settings import Settings, is_due
 from slime_instrument._versions import versions
 
 _HIDDEN = "_slime_instrument"
@@ -57,12 +55,12 @@ class Dumper:
         earlier: Dumper | None = None,
     ) -> None:
         self._settings, self._report, self._after_dump = settings, report, after_dump
-        self._presence = Presence()
+        self._presence = Presence(settings.every, settings.pin)
         self._rotation = Rotation(settings, self._note)
         self._disk = Disk(self._note)
         self._background = BackgroundWriter(report, settings.timeout_s)
         self._began = False
-        self._journal: Path | None = None
+        self._journal: journal.Writer | None = None
         self._journal_failed = False
         self._written = 0
         self._announced_before_training = False
@@ -125,6 +123,23 @@ class Dumper:
                 raise
             log(logging.DEBUG, "slime_instrument: could not tell the other ranks: %s", describe(error))
 
+    def ended(self, rollout_id: int, error: str | None = None) -> None:
+        """The training step of ``rollout_id`` ended on this rank, with ``error`` if so. Where it called no dump, the
+        others are told not to wait for it. Never raises."""
+        if self._calls.get(rollout_id):
+            return
+        if error is not None:
+            self.give_up(rollout_id, error)
+            return
+        try:
+            topology = self._topology or read_topology()
+            if topology.takes_part and len(topology.participants) > 1:
+                self._agreement(CallId(rollout_id, self._attempts.get(rollout_id, 0), 0), topology).pass_by()
+        except Exception as failed:
+            if not_ours(failed):
+                raise
+            log(logging.DEBUG, "slime_instrument: could not tell the other ranks: %s", describe(failed))
+
     def step_out(self, reason: str) -> None:
         """This rank dumps no more; the others are told why. Never raises."""
         self._presence.step_out(reason)
@@ -138,18 +153,20 @@ class Dumper:
         began = time.monotonic()
         self._told = None
         call = self._next_call(rollout_id)
-        path = dump_path(dump_template(args), rollout_id, topology.rank)
+        path = _absolute(dump_path(dump_template(args), rollout_id, topology.rank))
         if topology.is_writer and not self._began:  # armed after the start of training, or a trainer of another kind
             self._begin_journal(dump_template(args), topology, (), seen.route)
         written = self._written
         try:
-            with _default_device_is_cpu(), torch.no_grad():
+            with undisturbed(), torch.no_grad():
                 self._dump(args, call, rollout_data, seen, topology, path, began)
         except BaseException as error:
             self._told = rollout_id
             if topology.is_writer and self._written == written:
                 spent = round(time.monotonic() - began, 4)
                 self._say("lost", rollout_id=rollout_id, path=str(path), reason=_why(error), blocked_s=spent)
+            if not not_ours(error) and not isinstance(error, DumpError) and _is_shortage(error):
+                raise DumpError(f"the dump of rollout {rollout_id} failed: {describe(error)}") from error
             raise
 
     # -- The dump
@@ -172,15 +189,12 @@ class Dumper:
         else:
             agreement = self._agreement(call, topology)
             try:
-                self._refuse_if_absent(topology)
+                self._refuse_if_absent(topology, call.rollout_id)
                 self._refuse_if_busy(topology)
                 contribution = self._contribution(args, rollout_data, seen, topology, cp_fields)
                 exchanged = self._exchange(args, agreement, contribution, topology, cp_fields)
             except exchange.NotAgreed as error:
                 raise exchange.NotAgreed(f"the dump of rollout {call.rollout_id} was given up: {error}") from None
-            except torch.distributed.DistError as error:
-                agreement.give_up(describe(error))
-                raise DumpError(f"the job's store does not answer: {describe(error)}") from error
             except BaseException as error:
                 agreement.give_up(_why(error))
                 raise
@@ -221,7 +235,7 @@ class Dumper:
         cp_fields: Sequence[str],
     ) -> list[Restoring] | None:
         """The parts of all ranks, on the writer; None on the others, once their part is sent."""
-        timeout_s, template = self._settings.timeout_s, dump_template(args)
+        timeout_s, template = self._settings.timeout_s, exchange.storable(dump_template(args))
         agreement.arrive(template)
         if not topology.is_writer:
             address = agreement.wait_for_go()
@@ -320,17 +334,23 @@ class Dumper:
         """How this rank and the others agree on ``call``. Raises :class:`DumpError` where the store does not answer."""
         try:
             store = self._presence.connect()
+        except DumpError:
+            raise
         except RuntimeError as error:  # what torch's stores raise
             raise DumpError(f"the job's store does not answer: {describe(error)}") from error
         return Agreement(store, call, topology, self._settings.timeout_s, self._missed, self._waiting)
 
-    def _refuse_if_absent(self, topology: Topology) -> None:
+    def _refuse_if_absent(self, topology: Topology, rollout_id: int) -> None:
         """Where a rank is known not to take part, nobody waits for it."""
         # Without a train_actor call that all ranks went through, a rank may only be about to announce itself.
         if self._announced_before_training:
             absent = self._presence.absent(topology.participants)
             if absent is not None:
                 raise exchange.NotAgreed(f"{absent}; a dump needs all of ranks {list(topology.participants)}")
+            # The writer looks at everybody; the others would wait for the writer alone.
+            skips = self._presence.skips(topology.participants if topology.is_writer else [topology.writer], rollout_id)
+            if skips:
+                raise exchange.NotAgreed(f"on rank(s) {skips} SLIME_INSTRUMENT_EVERY or _PIN leaves this rollout out")
 
     # -- Saying it
 
@@ -338,11 +358,11 @@ class Dumper:
         self, template: str, topology: Topology, patches: Sequence[tuple[str, str, str]], route: str
     ) -> None:
         self._began = True
-        folder = dump_folder(template, topology.rank)
+        folder = _absolute(dump_folder(template, topology.rank))
         if _is_no_file(dump_path(template, 0, topology.rank)):
             log(logging.INFO, "slime_instrument: %s is no regular file; no journal is kept beside it", template)
             return
-        self._journal = folder
+        self._journal = journal.Writer(folder)
         self._say(
             "start",
             **journal.process(),
@@ -367,8 +387,7 @@ class Dumper:
         if self._journal is None:
             return
         try:
-            self._journal.mkdir(parents=True, exist_ok=True)
-            journal.append(self._journal, event, **values)
+            self._journal.append(event, **values)
         except Exception as error:
             if not_ours(error):
                 raise
@@ -391,11 +410,19 @@ def _is_no_file(path: Path) -> bool:
     return path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir())
 
 
-def _default_device_is_cpu() -> Any:
-    """A context in which new tensors are on the CPU, whatever the user made the default. Only where it is needed:
-    each call of torch's costs more in it."""
-    is_cpu = torch.get_default_device().type == "cpu"
-    return contextlib.nullcontext() if is_cpu else torch.device("cpu")
+def _absolute(path: Path) -> Path:
+    """``path`` as it is meant now; training may change its folder before a file is written or removed."""
+    try:
+        return path.absolute()
+    except OSError:  # the current folder is gone
+        return path
+
+
+def _is_shortage(error: BaseException) -> bool:
+    """Whether the machine lacked something: memory, file descriptors, a working disk."""
+    if isinstance(error, (OSError, MemoryError)) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def _why(error: BaseException) -> str:

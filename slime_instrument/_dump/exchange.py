@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ from typing import Any, Protocol
 from slime_instrument._dump.contribute import Contribution, Description, Topology
 from slime_instrument._dump.zigzag import Restoring, Sink, bytes_of
 from slime_instrument._errors import DumpError, describe, not_ours
+from slime_instrument._settings import Pins, Settings, is_due
 
 logger = logging.getLogger("slime_instrument")
 
@@ -63,7 +65,10 @@ class Presence:
     slime may destroy its process groups between rollouts and make others, with another store; :meth:`connect` follows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = 1, pin: Pins | None = None) -> None:
+        """``every`` and ``pin``: which rollouts this rank dumps."""
+        self._dumps = json.dumps([every, () if pin is None else pin.ranges])
+        self._dumps_of: dict[int, str] = {}
         self.store: Store | None = None
         self._of: Any = None
         self._rank = -1
@@ -76,15 +81,21 @@ class Presence:
 
         current = distributed_c10d._get_default_store()
         if self.store is None or current is not self._of:
-            self.store, self._of, self._rank = _own_connection(current), current, dist.get_rank()
+            careful: Any = _Careful(_own_connection(current))
+            self.store, self._of, self._rank = careful, current, dist.get_rank()
+            self._say_what_is_dumped(self.store)
             self._announce(self.store)
         return self.store
+
+    def _say_what_is_dumped(self, store: Store) -> None:
+        self._dumps_of = {}
+        store.set(f"{_ROOT}/dumps/{self._rank}", self._dumps)
 
     def _announce(self, store: Store) -> None:
         if self._out is None:
             store.set(f"{_ROOT}/armed/{self._rank}", "1")
         else:
-            store.set(f"{_ROOT}/armed/{self._rank}", f"out:{self._out}")
+            store.set(f"{_ROOT}/armed/{self._rank}", storable(f"out:{self._out}"))
             store.add(f"{_ROOT}/out", 1)
 
     @property
@@ -101,6 +112,21 @@ class Presence:
                 if not_ours(error):
                     raise
 
+    def skips(self, ranks: Sequence[int], rollout_id: int) -> list[int]:
+        """Which of ``ranks`` do not dump this rollout, because their settings say so."""
+        assert self.store is not None
+        for rank in ranks:
+            if rank not in self._dumps_of and self.store.check([f"{_ROOT}/dumps/{rank}"]):
+                self._dumps_of[rank] = self.store.get(f"{_ROOT}/dumps/{rank}").decode()
+        skips = []
+        for rank in ranks:
+            if self._dumps_of.get(rank, self._dumps) != self._dumps:
+                every, ranges = json.loads(self._dumps_of[rank])
+                pin = Pins(tuple((first, last) for first, last in ranges))
+                if not is_due(Settings(every=every, pin=pin), rollout_id):
+                    skips.append(rank)
+        return skips
+
     def absent(self, ranks: Sequence[int]) -> str | None:
         """Which of ``ranks`` will not take part, with the reason each gave; None when all are there."""
         assert self.store is not None
@@ -114,6 +140,31 @@ class Presence:
             if said != "1":
                 reasons.append(f"rank {rank} dumps no more ({said.removeprefix('out:')})")
         return "; ".join(reasons) or None
+
+
+def storable(text: str) -> str:
+    """``text`` as the store takes it: UTF-8 (paths need not be), and no message of a size that it refuses."""
+    return text[:_MOST_STORED].encode(errors="backslashreplace").decode()
+
+
+_MOST_STORED = 1 << 16
+
+
+class _Careful:
+    """A store whose failures are no fault of ours, whatever class it raises."""
+
+    def __init__(self, store: Any) -> None:
+        self.underlying_store = store
+        for name in ("set", "get", "add", "check", "compare_set", "delete_key"):
+            setattr(self, name, functools.partial(self._ask, name))
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self.underlying_store, name)(*arguments)
+        except Exception as error:
+            if not_ours(error):
+                raise
+            raise DumpError(f"the job's store does not answer: {describe(error)}") from error
 
 
 def _own_connection(store: Any) -> Any:
@@ -138,7 +189,7 @@ class Patience:
 
     def __init__(self, limit_s: float, what: Callable[[], str], say: Callable[[str], None]) -> None:
         self._limit_s, self._what, self._say = limit_s, what, say
-        self._still_s = self._all_s = 0.0
+        self._still_s = self.all_s = 0.0
         self._say_at_s = self._SAY_AFTER_S
 
     def moved(self) -> None:
@@ -152,10 +203,10 @@ class Patience:
         """Count a wait that was meant to take ``at_most`` seconds. False once the bound is reached."""
         seconds = min(seconds, at_most + 0.05)
         self._still_s += seconds
-        self._all_s += seconds
-        if self._all_s >= self._say_at_s:
+        self.all_s += seconds
+        if self.all_s >= self._say_at_s:
             self._say_at_s *= 2
-            self._say(f"waiting for {self._what()} since {self._all_s:.0f} s")
+            self._say(f"waiting for {self._what()} since {self.all_s:.0f} s")
         return self._still_s < self._limit_s
 
 
@@ -174,6 +225,10 @@ class CallId:
 
     def __str__(self) -> str:
         return f"{self.rollout_id}/{self.attempt}/{self.call}"
+
+
+_GRACE_S = 0.5
+"""How long a rank is waited for that has ended its training step without calling the dump."""
 
 
 class Agreement:
@@ -204,7 +259,7 @@ class Agreement:
         has failed already, and the others' bounded waits cover a store that is gone too."""
         try:
             self._decide(f"skip:rank {self._topology.rank}: {reason}")
-            self._store.compare_set(f"{self._root}/failed", "", f"rank {self._topology.rank}: {reason}")
+            self._store.compare_set(f"{self._root}/failed", "", storable(f"rank {self._topology.rank}: {reason}"))
         except Exception as error:
             if not_ours(error):
                 raise
@@ -225,8 +280,15 @@ class Agreement:
                 return None
             self._sleep(0.02)
 
+    def pass_by(self) -> None:
+        """This rank's training step has ended and it called no dump: it may still, but nobody should count on it."""
+        self._store.set(self._passed(self._topology.rank), "1")
+
+    def _passed(self, rank: int) -> str:
+        return f"{_ROOT}/{self._call.rollout_id}/{self._call.attempt}/passed/{rank}"
+
     def arrive(self, template: str) -> None:
-        """This rank has come, and would dump to ``template``."""
+        """This rank has come, and would dump to ``template``, which :func:`storable` gave."""
         self._store.set(self._ready(self._topology.rank), template)
         if not self._topology.is_writer:
             self._store.add(f"{self._root}/count", 1)
@@ -287,27 +349,41 @@ class Agreement:
         when the bound is reached."""
         decision = f"{self._root}/decision"
         patience = Patience(limit_s or self._timeout_s, lambda: self._who_lacks(ranks), self._say)
+        look_at_s, late = _GRACE_S, ""
         while True:
+            began = self._clock()
             if self._store.check([decision]):
                 return False
             if condition():
                 return True
-            step, began = patience.step_s(), self._clock()
+            step = patience.step_s()
             self._sleep(step)
-            if not patience.waited(self._clock() - began, step):
+            # A store that answers slowly is part of the wait.
+            if not patience.waited(self._clock() - began, step + min(1.0, self._timeout_s / 4)):
                 break
-        lacking = [rank for rank in ranks if not self._store.check([self._ready(rank)])]
+            if patience.all_s >= look_at_s:
+                look_at_s += 1.0
+                passed = self._lacking(ranks)
+                if passed and all(self._store.check([self._passed(rank)]) for rank in passed):
+                    late = f"rank(s) {passed} ended their train_actor without calling the dump"
+                    break
+        lacking = self._lacking(ranks)
         for rank in lacking:
             self._missed[rank, self._call.call] = self._call
-        late = f"rank(s) {lacking} did not come" if lacking else f"rank(s) {list(ranks)} came but decided nothing"
-        self._decide(f"skip:{late} within {limit_s or self._timeout_s:g} s (rank {self._topology.rank} waited)")
+        if not late:
+            late = f"rank(s) {lacking} did not come" if lacking else f"rank(s) {list(ranks)} came but decided nothing"
+            late += f" within {limit_s or self._timeout_s:g} s"
+        self._decide(f"skip:{late} (rank {self._topology.rank} waited)")
         return False
 
+    def _lacking(self, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if not self._store.check([self._ready(rank)])]
+
     def _who_lacks(self, ranks: Sequence[int]) -> str:
-        return f"rank(s) {[rank for rank in ranks if not self._store.check([self._ready(rank)])] or list(ranks)}"
+        return f"rank(s) {self._lacking(ranks) or list(ranks)}"
 
     def _decide(self, decision: str) -> None:
-        self._store.compare_set(f"{self._root}/decision", "", decision)
+        self._store.compare_set(f"{self._root}/decision", "", storable(decision))
 
     def _obey(self) -> str:
         kind, _, rest = self._store.get(f"{self._root}/decision").decode().partition(":")
@@ -468,7 +544,10 @@ class Listener:
         try:
             self.socket = socket.create_server(("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6)
         except OSError:
-            self.socket = socket.create_server(("", 0))
+            try:
+                self.socket = socket.create_server(("", 0))
+            except OSError as error:
+                raise DumpError(f"no socket can be had: {describe(error)}") from error
         self.socket.setblocking(False)
         self.token, self.answer = secrets.token_bytes(16), secrets.token_bytes(16)
         self.address = {
@@ -491,12 +570,18 @@ def _hosts(store: Any) -> list[str]:
         store = store.underlying_store
     for host in (getattr(store, "host", None), os.environ.get("MASTER_ADDR")):
         hosts.append(_towards(host) if isinstance(host, str) and host else None)
-    try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-        hosts += [str(entry[4][0]) for entry in found]
-    except OSError:
-        pass
+    hosts += _of_this_machines_name(socket.gethostname())
     return list(dict.fromkeys(host for host in hosts if host))
+
+
+@functools.lru_cache(maxsize=1)
+def _of_this_machines_name(name: str) -> list[str]:
+    """Asked once: a resolver that does not answer takes many seconds."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # the latter: a name that no address can have
+        return []
+    return [str(entry[4][0]) for entry in found]
 
 
 def _named_interfaces() -> list[str]:
@@ -578,6 +663,13 @@ def _exactly(line: socket.socket, count: int) -> bytes:
     return data
 
 
+def _close(line: socket.socket) -> None:
+    """End the connection itself: a child that was forked meanwhile holds the socket, too."""
+    with contextlib.suppress(OSError):
+        line.shutdown(socket.SHUT_RDWR)
+    line.close()
+
+
 @dataclass(eq=False)
 class _Line:
     """One sender's connection, as the writer sees it."""
@@ -615,9 +707,9 @@ class _Lines:
     def __exit__(self, *_: object) -> None:
         for key in list((self._selector.get_map() or {}).values()):
             if isinstance(key.data, _Line):
-                key.data.socket.close()
+                _close(key.data.socket)
         for line in self._by_rank.values():
-            line.socket.close()
+            _close(line.socket)
         self._selector.close()
         self._listener.close()
 
@@ -644,7 +736,7 @@ class _Lines:
                 line.patience.moved()
                 self._selector.register(line.socket, selectors.EVENT_READ, line)
             else:
-                line.socket.close()
+                _close(line.socket)
         while self._selector.get_map():
             for line in self._ready([]):
                 sink = sinks[line.rank]
@@ -660,7 +752,7 @@ class _Lines:
                 sink.feed(landing[:count])
                 if not sink.missing:
                     self._selector.unregister(line.socket)
-                    line.socket.close()
+                    _close(line.socket)
 
     def keep_alive(self) -> None:
         """Now and then a sign of life to everybody, so that nobody takes another's turn for a standstill."""
@@ -676,10 +768,10 @@ class _Lines:
         """Connections with something to read, after a wait. Raises :class:`DumpError` when one stood still."""
         began, step = time.monotonic(), min(0.05, self._timeout_s / 8)
         events = self._selector.select(step)
-        passed = time.monotonic() - began
         lines = [key.data for key, _ in events if key.data is not None]
-        if any(key.data is None for key, _ in events):
-            self._accept()
+        if any(key.data is None for key, _ in events) and not self._accept() and not lines:
+            time.sleep(step)  # it waits to be taken, and cannot be
+        passed = time.monotonic() - began
         if lines:
             self.keep_alive()
         waiting = [key.data for key in self._selector.get_map().values() if key.data is not None]
@@ -711,18 +803,19 @@ class _Lines:
     def _not_here(self) -> list[int]:
         return sorted(self._others - set(self._by_rank))
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
         try:
             accepted, _ = self._listener.socket.accept()
-        except OSError:
-            return
+        except OSError:  # such as no file descriptor left
+            return False
         accepted.setblocking(False)
         line = _Line(accepted, Patience(self._timeout_s, lambda: f"bytes of rank {line.rank}", self._say))
         self._selector.register(accepted, selectors.EVENT_READ, line)
+        return True
 
     def _drop(self, line: _Line) -> None:
         self._selector.unregister(line.socket)
-        line.socket.close()
+        _close(line.socket)
 
     def _take_head(self, line: _Line) -> Description | None:
         """Read on in the greeting, then in the description; returns it once it is whole."""

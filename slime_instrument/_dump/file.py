@@ -89,7 +89,11 @@ def check_writable(template: str, rank: int, disk: Disk, first_rollout: int = 0)
         return
     probe = path.parent / f".slime_instrument.probe.{socket.gethostname()}.{os.getpid()}"
     try:
-        disk.write(probe, lambda file: file.write(b"probe"))
+        try:
+            disk.write(probe, lambda file: file.write(b"probe"))
+        except OSError:
+            time.sleep(_RETRY_AFTER_S)
+            disk.write(probe, lambda file: file.write(b"probe"))
     except OSError as error:
         found = f"{error.strerror or error}; {free_space(path.parent)}"
         raise _refusal(template, f"a folder {path.parent} in which files can be made", found) from error
@@ -188,7 +192,7 @@ class Disk:
             except OSError as error:
                 if error.errno not in _NO_RENAME:
                     raise
-                self.can_rename = False
+                self.can_rename = error.errno == errno.EBUSY  # which concerns this one file
                 self._tell(f"{path.parent} cannot rename files ({error.strerror}); they are written in place")
                 return self._write_through(path, fill)
         finally:
@@ -198,20 +202,28 @@ class Disk:
         return size
 
     def _write_through(self, path: Path, fill: Callable[[IO[bytes]], Any]) -> int:
-        with open(path, "wb") as file:
-            fill(file)
-            file.flush()
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                self._flush_to_disk(file.fileno())
-                return file.tell()
+        is_new = not os.path.lexists(path)
+        try:
+            with open(path, "wb") as file:
+                fill(file)
+                file.flush()
+                if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    self._flush_to_disk(file.fileno())
+                    return file.tell()
+        except BaseException:
+            if is_new:  # half a file is worse than none
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            raise
         return 0
 
     def _make_part(self, path: Path) -> IO[bytes]:
         """A new file beside ``path``, locked while it is written so that nobody takes it for a leftover."""
         while True:
-            # The name is cut, so that a long one plus our suffix stays a file name.
+            # The name is cut, so that a long one plus our suffix stays a file name; in bytes, as the system counts.
             owner = f"{socket.gethostname()}-{os.getpid()}-{next(_number)}"
-            part = path.parent / f".{path.name[:40]}.slime_instrument-{owner}.part"
+            name = os.fsdecode(os.fsencode(path.name)[:40])
+            part = path.parent / f".{name}.slime_instrument-{owner}.part"
             try:
                 file = open(part, "xb")  # noqa: SIM115  # the caller closes it
             except FileExistsError:
@@ -319,14 +331,17 @@ def write_dump(payload: dict[str, Any], path: Path, disk: Disk) -> int:
         try:
             return _write_once(payload, path, disk)
         except OSError:
+            if _is_special(path):  # a pipe whose reader has gone would wait for another one
+                raise
             time.sleep(_RETRY_AFTER_S)
             return _write_once(payload, path, disk)
     except OSError as refused:
+        tried = "tried once" if _is_special(path) else "tried twice"
         raise DumpError(
             five_parts(
                 str(path),
                 expected="to write the train dump",
-                found=f"{refused.strerror or describe(refused)} (tried twice; {free_space(path.parent)})",
+                found=f"{refused.strerror or describe(refused)} ({tried}; {free_space(path.parent)})",
                 follows="This rollout has no train dump; a file that was there before is untouched.",
                 next_step="Check space, quota and rights of the folder.",
             )
@@ -481,6 +496,10 @@ class Report(Protocol):
     def __call__(self, where: str, error: BaseException, lost: str, *, may_raise: bool = True) -> Any: ...
 
 
+_AT_EXIT_S = 10.0
+"""A write that stands still is given at least this long at exit: nobody else waits then."""
+
+
 class BackgroundWriter:
     """Writes at most one file at a time on a thread of its own; ``report`` gets what went wrong there, on the thread
     that finds out: at the next dump, or at exit.
@@ -531,9 +550,11 @@ class BackgroundWriter:
         """At exit: wait while the file grows; name what is then still pending."""
         while self._thread is not None and self._thread.is_alive():
             before = self.moved()
-            self._thread.join(self._timeout_s)
+            self._thread.join(max(self._timeout_s, _AT_EXIT_S))
             if self._thread.is_alive() and self.moved() == before:
-                stuck = DumpError(f"the file did not grow for {self._timeout_s:g} s when the process ended")
+                stuck = DumpError(
+                    f"the file did not grow for {max(self._timeout_s, _AT_EXIT_S):g} s when the process ended"
+                )
                 self._report("asynchronous writing", stuck, self._lost, may_raise=False)
                 return
         self.flush(may_raise=False)
@@ -553,11 +574,6 @@ def _at_exit(function: Callable[[], None]) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Which dumps are made, and which are kept
-
-
-def is_due(settings: Settings, rollout_id: int) -> bool:
-    """Every ``EVERY``-th rollout, counted by its id, and every pinned one."""
-    return rollout_id % settings.every == 0 or rollout_id in settings.pin
 
 
 class Rotation:

@@ -16,9 +16,8 @@ from slime_instrument._dump.contribute import Ref, Seen, Stored, StreamKey, Topo
 from slime_instrument._dump.zigzag import Restoring
 from slime_instrument._errors import describe, not_ours
 from slime_instrument._format.schema import COLUMN_TO_SAMPLE_KEY, FORMAT_VERSION, ID_COLUMNS, PROVENANCE
+from slime_instrument._log import log
 from slime_instrument._versions import versions
-
-logger = logging.getLogger("slime_instrument")
 
 # What decides how slime makes advantages and losses of rewards: recorded, so that they can be worked out again.
 _ARGUMENTS = (
@@ -111,7 +110,8 @@ def build_payload(parts: Sequence[Restoring], *, rollout_id: int, writer_rank: i
     if order is not None:
         samples.sort(key=lambda sample: int(sample[order]))
     elif samples:
-        logger.warning(
+        log(
+            logging.WARNING,
             "slime_instrument: the samples of rollout %s carry neither positions nor indices; they stay in the order "
             "in which the ranks were gathered",
             rollout_id,

@@ -20,9 +20,11 @@ note       what the file system of the dumps cannot do
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,10 +36,46 @@ NAME = "instrument.jsonl"
 
 def append(folder: Path, event: str, **values: Any) -> None:
     """Append one line. Raises OSError."""
-    line = json.dumps({"event": event, "time": round(time.time(), 3), **values}, default=str)
-    descriptor = os.open(folder / NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    _append(folder / NAME, [_line(event, values)])
+
+
+class Writer:
+    """Appends to the journal of one folder. What the disk refuses is kept, and comes before the next line: a rollout
+    that was lost because the disk was full is named once there is room again."""
+
+    _MOST_KEPT = 1000
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._kept: list[str] = []
+
+    def append(self, event: str, **values: Any) -> None:
+        """Append one line, and those that could not be before. Raises OSError."""
+        lines = [*self._kept, _line(event, values)]
+        self._kept = lines[-self._MOST_KEPT :]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        _append(self._folder / NAME, lines)
+        self._kept = []
+
+
+def _line(event: str, values: Mapping[str, Any]) -> str:
+    return json.dumps({"event": event, "time": round(time.time(), 3), **values}, default=str) + "\n"
+
+
+def _append(file: Path, lines: Sequence[str]) -> None:
+    """All of ``lines`` by one write. Never waits: a pipe that nobody reads is an error, as is a line that was cut."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)
+    descriptor = os.open(file, flags, 0o666)
     try:
-        os.write(descriptor, line.encode() + b"\n")
+        status = os.fstat(descriptor)
+        if stat.S_ISFIFO(status.st_mode):
+            raise OSError(errno.EINVAL, "is a pipe", str(file))
+        data = "".join(lines).encode()
+        if stat.S_ISREG(status.st_mode) and status.st_size and os.pread(descriptor, 1, status.st_size - 1) != b"\n":
+            data = b"\n" + data  # the line before was cut; it alone is lost
+        written = os.write(descriptor, data)
+        if written < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
     finally:
         os.close(descriptor)
 

@@ -141,8 +141,10 @@ class CaptureSession:
             return
         import torch
 
+        from slime_instrument._dump.contribute import undisturbed
+
         # Plain tensors come out whatever mode the caller is in: one of inference mode cannot be worked on later.
-        with torch.inference_mode(False), torch.no_grad():
+        with undisturbed(), torch.inference_mode(False), torch.no_grad():
             values = [value.detach() for value in log_probs]
             if len({(value.dtype, value.device, value.shape[1:]) for value in values}) == 1 and values[0].dim() > 0:
                 copied: Sequence[torch.Tensor] = torch.split(torch.cat(values), [len(value) for value in values])

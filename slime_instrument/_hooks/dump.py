@@ -7,6 +7,7 @@ of a v2 file in mid-run.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from slime_instrument._dump.contribute import Seen, megatron_is_up
@@ -26,7 +27,7 @@ from slime_instrument._patching.patch import Call, State, instead
     on_failure="This rollout has no train dump.",
 )
 def save_debug_train_data(call: Call) -> Any:
-    args, rollout_id, rollout_data = arguments(call), call["rollout_id"], call["rollout_data"]
+    args, rollout_id, rollout_data = arguments(call), _plain_id(call["rollout_id"]), call["rollout_data"]
     if not dump_is_asked_for(args) or not megatron_is_up():
         return NotImplemented
     process: Process = call.process
@@ -34,7 +35,7 @@ def save_debug_train_data(call: Call) -> Any:
         process.take_failures()
         return None
     session = current_session()
-    if session is None or session.rollout_id != rollout_id:
+    if session is None or str(_plain_id(session.rollout_id)) != str(rollout_id):
         session = None  # a trainer with a train_actor of its own
     try:
         seen = _seen_without_session(process, rollout_data) if session is None else _seen(process, args, session)
@@ -44,6 +45,14 @@ def save_debug_train_data(call: Call) -> Any:
         process.dumper.give_up(rollout_id, describe(error))
         raise
     return None
+
+
+def _plain_id(rollout_id: Any) -> Any:
+    """A Python int of whatever counts as a whole number, so that the file loads safely; else as it is."""
+    try:
+        return operator.index(rollout_id)
+    except TypeError:
+        return rollout_id
 
 
 def _seen(process: Process, args: Any, session: CaptureSession) -> Seen:

@@ -59,6 +59,11 @@ def train_actor(call: Call) -> Iterator[None]:
     with SESSIONS.opened(session):
         try:
             yield
+        except GeneratorExit:  # the target raised
+            process.dumper.ended(rollout_id, "its train_actor raised before the dump")
+            raise
+        else:
+            process.dumper.ended(rollout_id)
         finally:
             session.close()
             process.rollout_ended(session)

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_instrument._dump.file import dump_template
+from slime_instrument._errors import describe, not_ours, traceback_text
 from slime_instrument._live.tracking import log_metrics, rollout_step
+from slime_instrument._log import log
 from slime_instrument._settings import Settings
 from slime_instrument._thresholds import Threshold, shown_value
 
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from slime_instrument._live.measure import Measured
 
 METRICS_FILE = "metrics.jsonl"
-
-logger = logging.getLogger("slime_instrument")
 
 
 class LiveMetrics:
@@ -40,12 +40,15 @@ class LiveMetrics:
         try:
             self._take(args, rollout_id, payload, path)
         except Exception as error:
+            if not_ours(error):
+                raise
             # A metric is worth less than the training that it watches.
             level = logging.DEBUG if self._failed else logging.WARNING
             self._failed = True
-            logger.log(
-                level, "slime_instrument: no live metrics for rollout %s: %s: %s. The dump is not affected.",
-                rollout_id, type(error).__name__, error, exc_info=self._settings.strict,
+            shown = traceback_text(error) if self._settings.strict else describe(error)
+            log(
+                level, "slime_instrument: no live metrics for rollout %s: %s. The dump is not affected.",
+                rollout_id, shown,
             )  # fmt: skip
 
     def _take(self, args: Any, rollout_id: int, payload: Mapping[str, Any], path: Path) -> None:
@@ -75,13 +78,13 @@ class LiveMetrics:
         if self._settings.metrics:
             for one in measured.findings:
                 if one.code not in self._warned_of:
-                    logger.warning("slime_instrument: rollout %s: %s: %s", rollout_id, one.code, one.message)
+                    log(logging.WARNING, "slime_instrument: rollout %s: %s: %s", rollout_id, one.code, one.message)
         self._warned_of = {one.code for one in measured.findings}
         if passed:
             values = {one.metric: measured.metrics.value(one.metric) for one in passed}
             found = ", ".join(f"{name} is {shown_value(value)}" for name, value in values.items())
-            logger.warning(
-                "slime_instrument: rollout %s passed %s: %s. Look at it with: %s",
+            log(
+                logging.WARNING, "slime_instrument: rollout %s passed %s: %s. Look at it with: %s",
                 rollout_id, ", ".join(map(str, passed)), found, report_command(args, rollout_id, path),
             )  # fmt: skip
 
@@ -91,7 +94,9 @@ def _log(args: Any, values: Mapping[str, float | None], step: int) -> str | None
     try:
         return log_metrics(args, values, step)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        if not_ours(error):
+            raise
+        return describe(error)
 
 
 def metrics_file(args: Any, path: Path) -> Path:

@@ -3,6 +3,7 @@ ranks that differ, and what the journal says of it."""
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from benchmarks import megatron_groups
 from benchmarks.ranks import run_on_ranks
 from benchmarks.shards import Case, rollout_data
+from slime_instrument._dump import dumper as dumper_module
 from slime_instrument._dump.contribute import Seen
 from slime_instrument._dump.dumper import Dumper
 from slime_instrument._errors import DumpError
@@ -217,3 +219,92 @@ def test_a_rank_that_fails_costs_this_dump_with_its_reason_on_all_and_no_other(t
         assert rank == failing or f"rank {failing}: " in first
         assert second == "done"
     assert list(loaded(tmp_path)) == ["1.pt"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Found by attacks
+
+
+class Forbidding(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ValueError(f"{func} is forbidden")
+
+
+class ForbiddingFunctions(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ValueError(f"{func} is forbidden")
+
+
+def under_modes(folder: Path, rank: int) -> list[str]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    made, said, device = dumper(), [], torch.device("meta")
+    for number, mode in enumerate((Forbidding(), ForbiddingFunctions(), FakeTensorMode(), device)):
+        made.begin(number)
+        data = rollout_data(CASE, rank)
+        dist.barrier()
+        with mode:
+            try:
+                made.dump(args(folder), number, data, Seen())
+            except DumpError as error:
+                said.append(str(error))
+            else:
+                said.append("done")
+    return said
+
+
+def test_the_users_own_modes_of_torch_do_not_see_the_dump(expected: dict[str, Any], tmp_path: Path) -> None:
+    assert on_ranks(partial(under_modes, tmp_path)) == [["done"] * 4] * 4
+    found = loaded(tmp_path)
+    assert len(found) == 4
+    for one in found.values():
+        assert_same_samples(one, expected)
+
+
+def in_the_folder_of_the_moment(folder: Path, rank: int) -> str:
+    """A relative path, and training that changes its folder while the file is written in the background."""
+    made, home = dumper(async_write=True, keep_last=1), os.getcwd()
+    relative = SimpleNamespace(save_debug_train_data="dumps/{rollout_id}.pt", qkv_format="thd", num_rollout=None)
+    try:
+        for number in (0, 1):
+            os.chdir(folder)
+            made.begin(number)
+            dist.barrier()
+            made.dump(relative, number, rollout_data(CASE, rank), Seen())
+            os.chdir(home)
+        made._background.flush()
+    finally:
+        os.chdir(home)
+    return "done"
+
+
+def test_a_relative_path_means_the_folder_at_the_time_of_the_call(tmp_path: Path) -> None:
+    assert on_ranks(partial(in_the_folder_of_the_moment, tmp_path)) == ["done"] * 4
+    assert list(loaded(tmp_path / "dumps")) == ["1.pt"]
+    said = read_journal(tmp_path / "dumps")
+    assert [(one.rollout_id, one.state) for one in said.rollouts] == [(0, "removed"), (1, "written")]
+
+
+SHORTAGES = [MemoryError(), OSError(24, "Too many open files"), RuntimeError("can't allocate memory: you tried 1 TB")]
+
+
+def short_of(shortage: Exception, folder: Path, rank: int) -> list[str]:
+    made, said = dumper(), []
+    build = dumper_module.build_payload
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise shortage
+
+    for number in range(2):
+        dumper_module.build_payload = fail if number == 0 and rank == 0 else build
+        said.append(dump_once(made, rank, folder, number))
+    return said
+
+
+@pytest.mark.parametrize("shortage", SHORTAGES, ids=lambda error: type(error).__name__)
+def test_what_the_machine_lacks_costs_one_dump_and_is_no_fault_of_ours(shortage: Exception, tmp_path: Path) -> None:
+    said = on_ranks(partial(short_of, shortage, tmp_path))
+    assert said[0][0].startswith("the dump of rollout 0 failed: ")
+    assert said[0][1] == "done"
+    assert list(loaded(tmp_path)) == ["1.pt"]
+    assert [one.state for one in read_journal(tmp_path).rollouts] == ["lost", "written"]

@@ -18,9 +18,20 @@ import torch.distributed as dist
 
 from slime_instrument._dump import exchange
 from slime_instrument._dump.contribute import contribute
-from slime_instrument._dump.exchange import Agreement, CallId, Listener, NotAgreed, Patience, Presence
+from slime_instrument._dump.exchange import (
+    Agreement,
+    CallId,
+    Listener,
+    NotAgreed,
+    Patience,
+    Presence,
+    _Careful,
+    _close,
+    _Lines,
+)
 from slime_instrument._dump.payload import build_payload
 from slime_instrument._errors import DumpError
+from slime_instrument._settings import Pins
 
 from .ranks import sharded, topology
 from .threads import together
@@ -499,3 +510,111 @@ def test_a_process_that_misbehaves_while_bytes_travel(
         for process in processes:
             process.kill()
             process.join(10)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Found by attacks
+
+
+@pytest.mark.parametrize("reason", ["no \udcff in UTF-8", "x" * (20 << 20)], ids=["not UTF-8", "20 MB"])
+def test_a_reason_of_any_kind_reaches_the_others(reason: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+
+    def give_up() -> None:
+        agreement(store.clone(), 0).give_up(reason)
+
+    began = time.monotonic()
+    results = together([give_up, *(sender(store.clone(), rank) for rank in range(1, WORLD))])
+    assert results[0] is None
+    assert all(text.startswith("rank 0: ") for text in reasons(results[1:]))
+    assert time.monotonic() - began < 4.0
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_rank_that_ended_its_step_without_a_call_is_not_waited_for(store: Any, who: int) -> None:
+    works = {**all_ranks(store, timeout_s=15.0), who: agreement(store, who).pass_by}
+    began = time.monotonic()
+    results = together([works[rank] for rank in range(WORLD)])
+    assert time.monotonic() - began < 10.0
+    (reason,) = reasons([result for rank, result in enumerate(results) if rank != who])
+    assert f"rank(s) [{who}] ended their train_actor without calling the dump" in reason
+
+
+def test_a_rank_that_calls_the_dump_after_its_step_is_still_taken(store: Any) -> None:
+    agreement(store, 2).pass_by()
+    results = together(list(all_ranks(store).values()))
+    assert results[1:] == [{"port": 7}] * 3
+
+
+def test_a_store_that_answers_slowly_does_not_stretch_the_wait() -> None:
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            def ask(*arguments: Any) -> Any:
+                clock[0] += 0.2
+                return getattr(inner, name)(*arguments)
+
+            return ask
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    clock, inner = [0.0], dist.HashStore()
+    mine: Any = Agreement(Slow(), CALL, topology(1, 0, WORLD, 0), 10.0, {}, quiet, sleep=sleep, clock=lambda: clock[0])
+    mine.arrive("x")
+    with pytest.raises(NotAgreed, match="within 10 s"):
+        mine.wait_for_all()
+    assert clock[0] < 30.0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Broken pipe"), OSError("gone"), dist.DistStoreError("no answer")])
+def test_a_store_that_fails_is_no_fault_of_ours(error: Exception) -> None:
+    class Failing:
+        def __getattr__(self, name: str) -> Any:
+            raise error
+
+    with pytest.raises(DumpError, match="the job's store does not answer"):
+        _Careful(Failing()).get("x")
+
+
+def test_ranks_whose_settings_leave_a_rollout_out_are_known_before_anybody_waits(store: Any) -> None:
+    made = [Presence(), Presence(every=3, pin=Pins(((4, 5),)))]
+    for rank, one in enumerate(made):
+        one.store, one._rank = store, rank
+        one._say_what_is_dumped(store)
+    assert [i for i in range(8) if made[0].skips([0, 1], i) == []] == [0, 3, 4, 5, 6]
+    assert made[0].skips([0, 1], 1) == [1]
+    assert made[0].skips([0], 1) == []
+
+
+def test_a_connection_ends_for_the_other_side_though_a_forked_child_holds_it() -> None:
+    mine, theirs = socket.socketpair()
+    held = mine.dup()  # as a child has it
+    theirs.settimeout(5.0)
+    _close(mine)
+    assert theirs.recv(1) == b""
+    held.close()
+    theirs.close()
+
+
+def test_a_connection_that_cannot_be_taken_ends_the_wait_on_time(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    listener, place = Listener(store), topology(1, 0, 2, 0)
+    caller = socket.create_connection(("127.0.0.1", listener.address["port"]))
+
+    class NoDescriptors:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def accept(self) -> Any:
+            raise OSError(24, "Too many open files")
+
+    real = listener.socket
+    lines = _Lines(listener, place, agreement(store, 0), 1.0, quiet)
+    lines._selector.register(real, 1, None)
+    monkeypatch.setattr(listener, "socket", NoDescriptors())
+    monkeypatch.setattr(lines._selector, "register", lambda *_: None)
+    began = time.monotonic()
+    with pytest.raises(DumpError, match=r"did not connect within 1 s"):
+        lines.descriptions()
+    assert time.monotonic() - began < 5.0
+    caller.close()
+    real.close()

@@ -38,12 +38,11 @@ from slime_instrument._dump.file import (
     dump_folder,
     dump_path,
     dump_template,
-    is_due,
     write_dump,
 )
 from slime_instrument._errors import DumpError, TrainingPathError
 from slime_instrument._patching.failures import FailurePolicy
-from slime_instrument._settings import Pins, Settings
+from slime_instrument._settings import Pins, Settings, is_due
 
 ROOT = Path(__file__).parents[2]
 OLD = b"the old dump"
@@ -236,6 +235,7 @@ def test_the_folder_is_made_and_left_empty(tmp_path: Path, disk: Disk) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a file in the folder's place", "below a file", "no such place"])
+@pytest.mark.usefixtures("no_pause")
 def test_a_folder_that_takes_no_files_is_refused(tmp_path: Path, kind: str, disk: Disk) -> None:
     (tmp_path / "f").write_text("x")
     folder = {"a file in the folder's place": tmp_path / "f", "below a file": tmp_path / "f" / "g"}.get(
@@ -259,7 +259,7 @@ def test_a_read_only_folder_is_refused(tmp_path: Path, disk: Disk) -> None:
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_the_check_does_what_a_dump_does_so_that_what_fails_later_fails_now(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, disk: Disk
+    tmp_path: Path, no_pause: None, monkeypatch: pytest.MonkeyPatch, call: str, code: int, disk: Disk
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(os, call, failing(code))
@@ -944,10 +944,12 @@ def run_process(tmp_path: Path, ending: str, work: str = "slow") -> tuple[subpro
         f"""
         import multiprocessing, os, signal, sys, time
         from pathlib import Path
+        from slime_instrument._dump import file as file_module
         from slime_instrument._dump.file import BackgroundWriter, Disk
         from slime_instrument._patching.failures import FailurePolicy
 
         disk = Disk(print)
+        file_module._AT_EXIT_S = 0.0
 
         def slow():
             def write(file):
@@ -1132,3 +1134,66 @@ def test_a_dump_that_cannot_be_removed_costs_nothing_but_a_word(
         patched.setattr(Path, "unlink", failing(errno.EACCES))
         assert write(tmp_path, rotated, 1) == ["0.pt", "1.pt"]
     assert told == [f"rotation could not remove {tmp_path / '0.pt'}: Permission denied"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Found by attacks
+
+
+def test_a_pipe_whose_reader_leaves_is_an_error_and_no_other_reader_is_waited_for(tmp_path: Path, disk: Disk) -> None:
+    pipe = tmp_path / "0.pt"
+    os.mkfifo(pipe)
+
+    def leave() -> None:
+        with open(pipe, "rb") as file:
+            file.read(10)
+
+    reader = threading.Thread(target=leave, daemon=True)
+    reader.start()
+    failed: list[BaseException] = []
+
+    def write() -> None:
+        try:
+            write_dump(payload(1 << 20), pipe, disk)
+        except DumpError as error:
+            failed.append(error)
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(20)
+    assert not writer.is_alive()
+    assert "tried once" in str(failed[0])
+    assert stat.S_ISFIFO(os.stat(pipe).st_mode)
+
+
+def test_half_a_file_that_had_to_be_written_in_place_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk
+) -> None:
+    disk.can_rename = False
+
+    def half(file: IO[bytes]) -> None:
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space"):
+        disk.write(tmp_path / "0.pt", half)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_file_that_is_a_mount_does_not_decide_for_the_others(
+    path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", failing(errno.EBUSY))
+        disk.write(path, put(b"new"))
+    assert path.read_bytes() == b"new"
+    assert disk.can_rename is True
+
+
+def test_a_name_of_long_characters_is_written_on_a_host_with_a_long_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "h" * 64)
+    path = tmp_path / ("\N{PARTY POPPER}" * 60)
+    assert disk.write(path, put(b"new")) == 3
+    assert os.listdir(tmp_path) == [path.name]

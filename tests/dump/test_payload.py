@@ -201,3 +201,22 @@ def test_the_provenance_says_what_each_optimizer_step_came_to() -> None:
         {"step": 0, "grad_norm": 2.0, "losses": {"loss": 1.5, "clipfrac": 0.25}},
         {"step": 1, "grad_norm": None, "losses": {}},
     ]
+
+
+def test_what_training_changes_in_place_after_the_dump_is_in_the_file_as_it_was() -> None:
+    text, number, column = bytearray(b"right"), torch.ones(3), [[bytearray(b"right")], [torch.ones(2)]]
+    expanded = torch.ones(1).expand(4)
+    found = build_payload(
+        [part(0, [0, 1], text=text, number=number, column=column, expanded=expanded)], rollout_id=0, writer_rank=0
+    )
+    text[:] = b"wrong"
+    column[0][0][:] = b"wrong"  # type: ignore[index]
+    for tensor in (number, column[1][0], expanded):
+        tensor.fill_(7)  # type: ignore[union-attr]
+    (shard,) = found["dp_shards"]
+    assert shard["text"] == b"right"
+    assert torch.equal(shard["number"], torch.ones(3))
+    assert torch.equal(shard["expanded"], torch.ones(4))
+    first, second = found["samples"]
+    assert first["column"] == [b"right"]
+    assert torch.equal(second["column"][0], torch.ones(2))

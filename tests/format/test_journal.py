@@ -190,3 +190,36 @@ def test_lines_of_several_writers_do_not_mix(tmp_path: Path) -> None:
 def test_values_that_are_no_json_are_written_as_text(tmp_path: Path) -> None:
     append(tmp_path, "start", template=Path("x"), odd=object())
     assert read_journal(tmp_path).starts[0]["template"] == "x"
+
+
+def test_a_pipe_in_the_journals_place_is_an_error_and_nobody_waits_for_its_reader(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / NAME)
+    with pytest.raises(OSError, match="pipe"):
+        start(tmp_path)
+
+
+def test_what_could_not_be_said_when_it_happened_is_said_once_there_is_room(tmp_path: Path) -> None:
+    writer = journal.Writer(tmp_path)
+    writer.append("written", rollout_id=0, path="0.pt", bytes=1)
+    (tmp_path / NAME).rename(tmp_path / "aside")
+    (tmp_path / NAME).mkdir()
+    for rollout_id in (1, 2):
+        with pytest.raises(OSError, match="directory"):
+            writer.append("lost", rollout_id=rollout_id, path=f"{rollout_id}.pt", reason="disk full")
+    (tmp_path / NAME).rmdir()
+    (tmp_path / "aside").rename(tmp_path / NAME)
+    writer.append("written", rollout_id=3, path="3.pt", bytes=1)
+    writer.append("written", rollout_id=4, path="4.pt", bytes=1)
+    assert states(tmp_path) == [(0, "written"), (1, "lost"), (2, "lost"), (3, "written"), (4, "written")]
+
+
+def test_a_line_that_was_cut_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, write = journal.Writer(tmp_path), os.write
+    writer.append("written", rollout_id=0, path="0.pt", bytes=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:9]))
+        with pytest.raises(OSError, match="No space"):
+            writer.append("lost", rollout_id=1, path="1.pt", reason="disk full")
+    writer.append("written", rollout_id=2, path="2.pt", bytes=1)
+    assert states(tmp_path) == [(0, "written"), (1, "lost"), (2, "written")]
+    assert len(read_journal(tmp_path).problems) == 1
