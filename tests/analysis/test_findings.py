@@ -12,7 +12,7 @@ import torch
 
 from slime_instrument._analysis import findings
 from slime_instrument._analysis.compare import compare
-from slime_instrument._analysis.evidence import Finding
+from slime_instrument._analysis.diagnosis import Finding
 
 sys.path.insert(0, str(Path(__file__).parent))
 import seeded

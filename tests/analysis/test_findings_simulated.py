@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime_instrument._analysis.compare import compare
-from slime_instrument._analysis.evidence import Finding
+from slime_instrument._analysis.diagnosis import Finding
 
 sys.path.insert(0, str(Path(__file__).parent))
 from simulated import Fault, Pair, Shape, pair
