@@ -12,7 +12,7 @@ from typing import Any
 from slime_instrument._analysis.diagnosis import Finding
 from slime_instrument._analysis.evidence import View
 from slime_instrument._analysis.facts import first_facts, last_facts
-from slime_instrument._analysis.findings import diagnose
+from slime_instrument._analysis.findings import diagnose, unexplained_mismatch
 from slime_instrument._analysis.metrics import (
     Limits,
     Metrics,
@@ -23,7 +23,7 @@ from slime_instrument._analysis.metrics import (
     worst_tokens,
 )
 from slime_instrument._analysis.table import TokenTable, tabulate
-from slime_instrument._analysis.verdict import Verdict, judge, unexplained
+from slime_instrument._analysis.verdict import Verdict, judge
 from slime_instrument._errors import DumpFormatError, five_parts
 from slime_instrument._format.dumps import RolloutDump, TrainDump, read_rollout_dump, read_train_dump
 from slime_instrument._format.join import Join, join
@@ -230,8 +230,11 @@ def find_all(view: View) -> tuple[Finding, ...]:
             explained = one.tokens if explained is None else explained | one.tokens
     findings += diagnose(replace(view, explained=explained, memo={}))
     findings += last_facts(view, findings)
-    left = None if any(one.code == "unexplained-mismatch" for one in findings) else unexplained(view, findings)
-    return tuple(findings if left is None else [*findings, left])
+    if all(one.code != unexplained_mismatch.CODE for one in findings):
+        # Last, because single tokens that differ are no news in a sample that already has a finding.
+        found = unexplained_mismatch.single_tokens(view, findings)
+        findings += [] if found is None else [found]
+    return tuple(findings)
 
 
 def _why_nothing(joined: Join, metrics: Metrics, origin: Origin) -> str:

@@ -11,7 +11,14 @@ from slime_instrument._analysis.diagnosis import Finding
 from slime_instrument._analysis.evidence import View
 from slime_instrument._analysis.table import KINDS, is_filler
 from slime_instrument._dump.zigzag import owned
-from slime_instrument._format.values import HIGHEST_LOG_PROB, differs_beyond_rounding, log_probs, show, whole_number
+from slime_instrument._format.values import (
+    HIGHEST_LOG_PROB,
+    differs_beyond_rounding,
+    log_probs,
+    show,
+    unpredicted_first_token,
+    whole_number,
+)
 
 
 def first_facts(view: View) -> list[Finding]:
@@ -50,11 +57,8 @@ def _missing(view: View) -> Finding | None:
 def _first_without_prompt(view: View) -> torch.Tensor:
     """First tokens of samples without a prompt: no logit predicts them."""
     table = view.table
-    lengths = [whole_number(pair.train.get("total_lengths")) for pair in table.pairs]
-    own = torch.tensor(
-        [n == m and m > 0 for n, m in zip(lengths, table.lengths.tolist(), strict=True)], dtype=torch.bool
-    )
-    return table.starts[own]
+    own = torch.tensor([unpredicted_first_token(pair.train) for pair in table.pairs], dtype=torch.bool)
+    return table.starts[own & (table.lengths > 0)]
 
 
 def _positive(view: View) -> Finding | None:
@@ -89,6 +93,8 @@ def _own_copy(view: View, moved: set[int]) -> Finding | None:
             continue
         rollout = table.rollout[span]
         usable = table.mask[span] & rollout.isfinite() & ~is_filler(rollout)
+        if len(usable) and unpredicted_first_token(pair.train) and copy[0][0].isnan():
+            usable[0] = False  # no context-parallel rank owns it, so that no rank could hand it in
         wrong[span] = differs_beyond_rounding(copy[0], rollout, stored) & usable
     wrong &= ~table.removed.repeat_interleave(table.lengths)
     n = int(wrong.sum())

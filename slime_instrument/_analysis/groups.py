@@ -12,15 +12,18 @@ from dataclasses import dataclass
 import torch
 
 from slime_instrument._analysis.evidence import View
+from slime_instrument._analysis.levels import MORE_THAN_KERNELS
 from slime_instrument._analysis.moments import Moments
 
-__all__ = ["Group", "groups", "moments_of"]
+__all__ = ["Group", "groups", "moments_of", "outliers"]
 
 _TOKENS = 12  # of a sample, below which its level says little
+_FEWEST = 8  # tokens of a sample that is told apart by a step alone
 _SAMPLES = 3  # in the smaller group
 _APART = 3.0  # means of the groups, in standard deviations within them
 _TIMES = 1.6  # and as a ratio of levels
 _BETTER = 12.0  # log-likelihood that two groups must gain for their two further parameters
+_STEP = 4.0  # ratio of levels between few samples and all others, from which the few are a group
 _ENOUGH = 1 << 19  # tokens of a group; more do not make anything clearer
 _FLOOR = 1e-3  # nats of logit; smaller levels are alike
 
@@ -59,6 +62,36 @@ def groups(view: View) -> tuple[Group, ...]:
     return found
 
 
+def outliers(view: View) -> tuple[Group, ...]:
+    """Samples that differ by more than kernels do and more than the others, and the others; empty if all are alike.
+
+    Beside the two groups of :func:`groups`, this sees groups of one or two samples: those above a step of
+    :data:`_STEP` times in the sorted levels.
+    """
+    found = groups(view)
+    if len(found) == 2:
+        return found if found[0].level > MORE_THAN_KERNELS else ()
+    level, scale = _levels(view)
+    usable = ((view.counts >= _FEWEST) & (scale > 0)).nonzero().flatten()
+    order = usable[level[usable].argsort()]
+    if len(order) < 2:
+        return ()
+    steps = (level[order][1:] + _FLOOR) / (level[order][:-1] + _FLOOR)
+    steps[level[order][1:] <= MORE_THAN_KERNELS] = 0.0
+    cut = int(steps.argmax())
+    if float(steps[cut]) < _STEP:
+        return ()
+    high = torch.zeros(len(level), dtype=torch.bool)
+    high[order[cut + 1 :]] = True
+    # A sample that stands out by one token is no group: that token is what stands out.
+    largest = torch.zeros(len(level)).scatter_reduce(0, view.sample, view.size, "amax")
+    high &= (view.pair_sums.size - largest) / scale > MORE_THAN_KERNELS
+    if not bool(high.any()):
+        return ()
+    rest = (view.counts > 0) & ~high
+    return Group(high, "some", moments_of(view, high)), Group(rest, "others", moments_of(view, rest))
+
+
 def moments_of(view: View, pairs: torch.Tensor) -> Moments:
     """The sums of the open tokens of some pairs, bool, shape ``(S,)``, or of as many of them as are enough."""
     counts = view.counts
@@ -77,17 +110,22 @@ def _parts(view: View) -> list[tuple[torch.Tensor, str]]:
     present = view.counts > 0
     if not bool(present.any()):
         return []
-    scale = torch.zeros(len(view.counts), dtype=torch.float64)
-    for block in view.blocks():
-        if len(block):
-            # Float32 is enough for what only weighs samples against each other.
-            scale[block.pairs] = block.sums(-torch.expm1(block.rollout.clamp(max=0.0))).double()
-    level = (view.pair_sums.size / scale).nan_to_num(0.0, posinf=0.0)
+    level, scale = _levels(view)
     edge = _edge(level[(view.counts >= _TOKENS) & (scale > 0)])
     if edge is None:
         return [(present, "all")]
     high = present & (level > edge)
     return [(high, "some"), (present & ~high, "others")]
+
+
+def _levels(view: View) -> tuple[torch.Tensor, torch.Tensor]:
+    """Level and Σ(1 - μ) of each pair, float64, both of shape ``(S,)``."""
+    scale = torch.zeros(len(view.counts), dtype=torch.float64)
+    for block in view.blocks():
+        if len(block):
+            # Float32 is enough for what only weighs samples against each other.
+            scale[block.pairs] = block.sums(-torch.expm1(block.rollout.clamp(max=0.0))).double()
+    return (view.pair_sums.size / scale).nan_to_num(0.0, posinf=0.0), scale
 
 
 def _edge(level: torch.Tensor) -> float | None:

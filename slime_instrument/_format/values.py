@@ -183,6 +183,13 @@ def differs_beyond_rounding(copy: torch.Tensor, original: torch.Tensor, stored: 
     return ~same
 
 
+def unpredicted_first_token(sample: Mapping[Any, Any]) -> bool:
+    """Whether a train sample has no prompt, so that no logit predicts its first token and no context-parallel rank
+    owns it."""
+    total = whole_number(sample.get("total_lengths"))
+    return total is not None and total > 0 and total == whole_number(sample.get("response_lengths"))
+
+
 def _column(value: torch.Tensor) -> torch.Tensor | None:
     """A tensor of shape ``(n,)`` or ``(n, 1)`` as ``(n,)``; None for any other."""
     value = value.detach()

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime_instrument._analysis.compare import Comparison
+from slime_instrument._analysis.evidence import View
+from slime_instrument._analysis.groups import outliers
 from slime_instrument._analysis.metrics import Metrics, WorstToken
 from slime_instrument._analysis.trend import Step, stands_out, step_in
-from slime_instrument._analysis.verdict import Verdict, outlying_group
+from slime_instrument._analysis.verdict import Verdict
 from slime_instrument._analysis.verdict import judge_all as worst_of
 from slime_instrument._format.values import show
 
@@ -118,15 +120,17 @@ def _who(compared: Comparison) -> str:
         return f"None of {n} samples differs at all."
     if n == 1:
         return "There is one sample only."
-    group = outlying_group(sums.size / sums.counts, sums.counts)
-    if group is not None:
+    groups = outliers(View(compared.rollout_dump, compared.train_dump, compared.joined, compared.table))
+    if groups:
+        group = groups[0].pairs
         others = ~group & sums.present
         positions = [compared.table.pairs[i].position for i in group.nonzero().flatten().tolist()]
         inside = float(sums.size[group].sum() / sums.counts[group].sum())
         outside = float(sums.size[others].sum() / sums.counts[others].sum())
+        who = f"A group: {len(positions)} of {n} samples carry" if len(positions) > 1 else f"One of {n} samples carries"
         return (
-            f"A group: {len(positions)} of {n} samples carry {float(sums.size[group].sum()) / total:.0%} of the "
-            f"difference; mean |δ| is {number(inside)} in them and {number(outside)} in the others. Positions "
+            f"{who} {float(sums.size[group].sum()) / total:.0%} of the "
+            f"difference; mean |δ| is {number(inside)} there and {number(outside)} in the others. Positions "
             f"{show(positions)}."
         )
     ordered = sums.size.sort(descending=True).values.cumsum(0)

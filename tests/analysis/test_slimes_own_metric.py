@@ -9,7 +9,7 @@ import pytest
 
 from slime_instrument._analysis.compare import compare
 from slime_instrument.lab import LabOptions, train
-from slime_instrument.lab.matrix.plan import checkouts
+from tools.matrix.plan import checkouts
 
 pytestmark = pytest.mark.real_slime
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from slime_instrument._analysis.compare import Comparison, compare
+from slime_instrument._analysis.levels import MORE_THAN_KERNELS
 from slime_instrument._analysis.trend import step_in
-from slime_instrument._analysis.verdict import KERNEL_NOISE
 from slime_instrument._cli.app import main
 from slime_instrument._dump.zigzag import owned
 from slime_instrument._format.dumps import rollout_dump_of, train_dump_of
@@ -269,8 +269,8 @@ def test_a_group_that_differs_is_named_whatever_its_share(share: int) -> None:
     assert found.verdict.level in ("unexplained", "fault")
 
 
-@pytest.mark.parametrize(("noise", "level"), [(0.5 * KERNEL_NOISE, "ok"), (2 * KERNEL_NOISE, "unexplained")])
-def test_the_line_is_what_rounding_of_logits_explains(noise: float, level: str) -> None:
+@pytest.mark.parametrize(("noise", "level"), [(0.5 * MORE_THAN_KERNELS, "ok"), (2 * MORE_THAN_KERNELS, "unexplained")])
+def test_the_line_is_what_kernels_explain(noise: float, level: str) -> None:
     def improbable(source: dict[str, Any], sample: dict[str, Any]) -> None:
         for name in ("rollout_log_probs", "log_probs"):
             sample[name] = sample[name] - 2

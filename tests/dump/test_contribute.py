@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime_instrument._capture import CaptureSession
 from slime_instrument._dump.contribute import contribute, is_per_sample
 from slime_instrument._dump.exchange import put_together
 from slime_instrument._dump.payload import left_out
 from slime_instrument._errors import DumpError
+from slime_instrument._hooks.capture import CaptureSession
 from slime_instrument.lab.sources import find_sources
 from tests.fuzz import values
 from tests.fuzz.values import KINDS

@@ -1,12 +1,16 @@
-"""The sides differ by more than kernels do, and nothing above says why."""
+"""The sides differ by more than kernels do, and nothing else says why: in all samples, in a group of them, or at single
+tokens."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+import torch
 
 from slime_instrument._analysis.diagnosis import Estimate, Finding
 from slime_instrument._analysis.evidence import View
-from slime_instrument._analysis.groups import Group, groups
+from slime_instrument._analysis.groups import Group, groups, outliers
 from slime_instrument._analysis.levels import MORE_THAN_KERNELS, as_much_as
 from slime_instrument._analysis.moments import mean_of
 
@@ -17,30 +21,70 @@ _ONE_SIDED = 0.5  # |mean δ| over mean |δ|
 _SMALLEST = 0.02  # mean |δ|; where nearly all tokens are certain, a level says little
 _POSITIVE = 0.05  # mean δ in nats that no sampling explains
 _SURE_OF_SIGN = 6.0
+_LONELY = 0.5  # |δ| in nats of a single token that stands out,
+_TIMES = 20.0  # and over what 99 % of the tokens stay below
 
 
 def find(view: View) -> Finding | None:
-    for group in groups(view):
+    apart = outliers(view)
+    for group in apart or groups(view):
         moments = group.moments
-        level, mean, size = (
-            mean_of(moments.size, moments.scale), mean_of(moments.delta, moments.n), mean_of(moments.size, moments.n)
-        )  # fmt: skip
-        above = level.value - MORE_THAN_KERNELS
-        large = size.value > _SMALLEST and above > 0 and not level.error * _SURE > above
+        level, mean = mean_of(moments.size, moments.scale), mean_of(moments.delta, moments.n)
+        size = moments.total("size") / group.n_tokens if group.n_tokens else 0.0
+        above = group.level - MORE_THAN_KERNELS
+        if apart and group is apart[0]:
+            sure = True  # its distance from the others is no chance
+        elif level.n_samples == 1:
+            sure = above > MORE_THAN_KERNELS  # one sample has no spread; twice the line takes its place
+        else:
+            sure = level.error * _SURE <= above
+        large = size > _SMALLEST and above > 0 and sure
         seen_before = mean.value > _POSITIVE and mean.beyond(_SURE_OF_SIGN)
         if large or seen_before:
-            return _finding(view, group, level.value, level.error, mean.value, size.value, seen_before)
+            signed = moments.total("delta") / group.n_tokens
+            return _finding(view, group, apart[1:], group.level, level.error, signed, size, seen_before)
     return None
 
 
+def single_tokens(view: View, findings: Sequence[Finding]) -> Finding | None:
+    """Single tokens that differ by much more than nearly all others, in samples that no finding names."""
+    named = {position for one in findings for position in one.samples}
+    rest = torch.tensor([pair.position not in named for pair in view.table.pairs], dtype=torch.bool)
+    tokens = view.open & view.tokens_of(rest)
+    size = torch.where(tokens, (view.table.train - view.table.rollout).abs(), 0.0)
+    values = size[tokens]
+    if not len(values):
+        return None
+    usual = float(values.sort().values[min(len(values) - 1, int(0.99 * len(values)))])
+    found = size > max(_LONELY, _TIMES * usual)
+    n = int(found.sum())
+    if not n:
+        return None
+    largest = float(values.max())
+    message = (
+        f"{n} of {len(values)} tokens stand out: |δ| is up to {largest:.3g} nats there, and at most {usual:.3g} at "
+        "99 % of the tokens. No known cause fits."
+    )
+    evidence = {"kind": "tokens", "n_tokens": n, "max_abs": largest, "p99": usual}
+    return Finding(CODE, message, view.positions_with(found), evidence, found)
+
+
 def _finding(
-    view: View, group: Group, level: float, error: float, mean: float, size: float, seen_before: bool
+    view: View,
+    group: Group,
+    others: Sequence[Group],
+    level: float,
+    error: float,
+    mean: float,
+    size: float,
+    seen_before: bool,
 ) -> Finding:
     n, many = group.n_tokens, int(group.pairs.sum())
-    who = "all samples" if group.part == "all" else f"{many} samples"
+    who = "all samples" if group.part == "all" else f"{many} of {int((view.counts > 0).sum())} samples"
     kind = "one-sided" if abs(mean) > _ONE_SIDED * size else "noise-like"
+    beside = "".join(f", and by {one.level:.3g} in the others" for one in others if one is not group)
     message = (
-        f"In {who} the two sides differ by {level:.3g} nats of logit, {as_much_as(level)}; it is {kind} "
+        f"In {who} the two sides differ by {level:.3g} nats of logit{beside}, {as_much_as(level)}; it is {kind} "
         f"(mean δ {mean:+.3g}, mean |δ| {size:.3g}). Two bf16 kernels of a small model differ by "
         "0.05 to 0.09. These files do not show the cause: other weights, a lower precision, another attention or "
         "routing, or a context that differs everywhere."
