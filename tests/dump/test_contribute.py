@@ -22,7 +22,7 @@ from slime_instrument._dump.exchange import put_together
 from slime_instrument._dump.payload import left_out
 from slime_instrument._errors import DumpError
 from slime_instrument._hooks.capture import CaptureSession
-from slime_instrument.lab.sources import find_sources
+from slime_instrument.lab import find_sources
 from tests.fuzz import values
 from tests.fuzz.values import KINDS
 

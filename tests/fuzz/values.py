@@ -615,7 +615,7 @@ def askable() -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from slime_instrument.lab.sources import find_sources
+    from slime_instrument.lab import find_sources
 
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.values", description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0)
