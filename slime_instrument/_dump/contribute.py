@@ -297,25 +297,49 @@ def _common(rest: Mapping[Any, Any], count: int, described: Description, queue: 
     """Everything that is not sharded, each field in the place where slime's own file has it."""
     names = _keys(rest)
     for name, value in zip(names, rest.values(), strict=True):
-        convert = _Plain(queue)
         undo = queue.mark()
         try:
-            if name in ID_COLUMNS:
-                # A list also where it was a tensor or an array: its values are those of single samples.
-                described.ids[name] = None if value is None else convert(list(value))
-            elif name in WHOLE_BATCH_FIELDS:
-                described.whole[name] = convert(value)
-            elif name not in LAYOUT_FIELDS and is_per_sample(value, count):
-                described.columns[name] = convert(value)
-            else:
-                described.layout[name] = convert(value)
+            try:
+                _take(name, value, count, described, queue)
+            except RecursionError:
+                queue.back_to(undo)
+                with deeper():
+                    _take(name, value, count, described, queue)
         except Exception as error:
             if not_ours(error):
                 raise
             queue.back_to(undo)
             described.left_out[str(name)] = describe(error)
+
+
+def _take(name: Any, value: Any, count: int, described: Description, queue: _Queue) -> None:
+    """One field that is not sharded."""
+    convert = _Plain(queue)
+    try:
+        if name in ID_COLUMNS:
+            # A list also where it was a tensor or an array: its values are those of single samples.
+            described.ids[name] = None if value is None else convert(list(value))
+        elif name in WHOLE_BATCH_FIELDS:
+            described.whole[name] = convert(value)
+        elif name not in LAYOUT_FIELDS and is_per_sample(value, count):
+            described.columns[name] = convert(value)
+        else:
+            described.layout[name] = convert(value)
+    finally:
         if convert.converted:
             described.converted[str(name)] = sorted(convert.converted)
+
+
+@contextlib.contextmanager
+def deeper() -> Iterator[None]:
+    """Room for nests that pickle can still hold: it takes one level of the recursion limit for each of theirs, we
+    three. Entered only where the usual limit did not do."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(4 * limit)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def is_per_sample(value: Any, count: int) -> bool:

@@ -343,6 +343,7 @@ class Agreement:
                     f"skip:rank {rank} did not come to the dump of rollout {missed.rollout_id} and is not waited for "
                     "again until it comes"
                 )
+                self._missed[rank, self._call.call] = self._call  # if it comes late to this one, it is back
 
     def _wait(self, condition: Callable[[], bool], ranks: Sequence[int], limit_s: float | None = None) -> bool:
         """Poll, so that the store stays free for training's own threads. False once there is a decision; one is made

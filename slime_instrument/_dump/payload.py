@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from slime_instrument._dump.contribute import Ref, Seen, Stored, StreamKey, Topology
+from slime_instrument._dump.contribute import Ref, Seen, Stored, StreamKey, Topology, deeper
 from slime_instrument._dump.zigzag import Restoring
 from slime_instrument._errors import describe, not_ours
 from slime_instrument._format.schema import COLUMN_TO_SAMPLE_KEY, FORMAT_VERSION, ID_COLUMNS, PROVENANCE
@@ -133,7 +133,11 @@ def _split(part: Restoring) -> tuple[list[dict[str, Any]], dict[str, Any], dict[
         resolved = {}
         for name, value in fields.items():
             try:
-                resolved[name] = _WithTensors(part.flats)(value)
+                try:
+                    resolved[name] = _WithTensors(part.flats)(value)
+                except RecursionError:
+                    with deeper():
+                        resolved[name] = _WithTensors(part.flats)(value)
             except Exception as error:
                 if not_ours(error):
                     raise

@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -618,3 +619,26 @@ def test_a_connection_that_cannot_be_taken_ends_the_wait_on_time(store: Any, mon
     assert time.monotonic() - began < 5.0
     caller.close()
     real.close()
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_rank_that_is_back_costs_at_most_one_dump_though_it_always_comes_last(store: Any, who: int) -> None:
+    calls = [CallId(rollout_id, 0, 0) for rollout_id in range(5)]
+    missed: dict[int, Any] = {rank: {} for rank in range(WORLD)}
+    whole = []
+    for call in calls:
+        works = []
+        for rank in range(WORLD):
+            make: Any = partial(writer, store) if rank == 0 else partial(sender, store, rank)
+            work = make(call=call, timeout_s=0.5 if call is calls[0] else 8.0, missed=missed[rank])
+            if rank == who:
+                work = (lambda: None) if call.rollout_id < 2 else partial(_late, work)
+            works.append(work)
+        results = together(works)
+        whole.append(not any(isinstance(result, Exception) for result in results if result is not None))
+    assert whole[3:] == [True, True]
+
+
+def _late(work: Callable[[], Any]) -> Any:
+    time.sleep(0.3)
+    return work()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -220,3 +221,22 @@ def test_what_training_changes_in_place_after_the_dump_is_in_the_file_as_it_was(
     first, second = found["samples"]
     assert first["column"] == [b"right"]
     assert torch.equal(second["column"][0], torch.ones(2))
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "tuple"])
+def test_a_nest_as_deep_as_pickle_takes_is_in_the_file_and_the_recursion_limit_as_before(kind: str) -> None:
+    nest: Any = torch.ones(2)
+    depth = (sys.getrecursionlimit() - 300) // 2
+    for _ in range(depth):
+        nest = {"list": lambda inner: [inner], "dict": lambda inner: {"x": inner}, "tuple": lambda inner: (inner,)}[
+            kind
+        ](nest)
+    limit = sys.getrecursionlimit()
+    found = build_payload([part(0, [0, 1], nest=nest)], rollout_id=0, writer_rank=0)
+    assert sys.getrecursionlimit() == limit
+    (shard,) = found["dp_shards"]
+    assert "left_out" not in shard["provenance"]
+    inner = shard["nest"]
+    for _ in range(depth):
+        inner = inner["x"] if kind == "dict" else inner[0]
+    assert torch.equal(inner, torch.ones(2))
