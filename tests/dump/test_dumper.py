@@ -132,6 +132,43 @@ def test_groups_that_were_destroyed_and_rebuilt_do_not_matter(expected: dict[str
     assert said.starts[0]["layout"]["context_parallel"] == 2
 
 
+def store_gone_for_a_while(folder: Path, gone: int, rank: int) -> list[str]:
+    """WORLD is destroyed and made again before each rollout; in two of them rank ``gone`` finds no store."""
+    from torch.distributed import distributed_c10d
+
+    find, made, said = distributed_c10d._get_default_store, dumper(timeout_s=TIMEOUT_S), []
+    store = find()
+    for rollout_id in range(4):
+        dist.barrier()
+        dist.destroy_process_group()
+        again = dist.PrefixStore(f"generation-{rollout_id}", store)
+        dist.init_process_group("gloo", store=again, rank=rank, world_size=CASE.world)
+        megatron_groups.initialise(CASE.cp)
+        if rank == gone and rollout_id in (1, 2):
+            distributed_c10d._get_default_store = no_store
+        said.append(dump_once(made, rank, folder, rollout_id))
+        distributed_c10d._get_default_store = find
+    return said
+
+
+def no_store() -> Any:
+    raise dist.DistNetworkError("nothing answers")
+
+
+@pytest.mark.parametrize("gone", [0, 3])
+def test_a_rank_whose_store_is_gone_for_a_while_costs_those_dumps_and_no_later_one(
+    expected: dict[str, Any], tmp_path: Path, gone: int
+) -> None:
+    results = on_ranks(partial(store_gone_for_a_while, tmp_path, gone))
+    for rank, said in enumerate(results):
+        assert (said[0], said[3]) == ("done", "done")
+        for lost in said[1:3]:
+            assert ("the job's store does not answer" if rank == gone else f"rank(s) [{gone}]") in lost
+    assert list(loaded(tmp_path)) == ["0.pt", "3.pt"]
+    for one in loaded(tmp_path).values():
+        assert_same_samples(one, expected)
+
+
 def test_asynchronous_writing_leaves_the_same_files_and_rotates_them(expected: dict[str, Any], tmp_path: Path) -> None:
     assert on_ranks(partial(rebuilt, tmp_path, {"async_write": True, "keep_last": 2})) == [["done"] * 3] * 4
     assert list(loaded(tmp_path)) == ["1.pt", "2.pt"]

@@ -49,7 +49,7 @@ CHANGES = {
         },
         "train-dump",
         "slime.utils.train_dump_utils has no save_debug_train_data",
-        ("data-loader", "train-actor", "micro-batches", "policy-loss", "log-probs"),
+        ("data-loader", "train-actor", "optimizer-step", "micro-batches", "policy-loss", "log-probs"),
         dump_name="{rollout_id}_{rank}.pt",  # for slime's own files: one name for all ranks would be written at once
     ),
     "a renamed data loader": Change(
