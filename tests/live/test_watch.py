@@ -86,7 +86,7 @@ def test_what_has_no_value_is_null_in_the_line_and_absent_in_the_tracker(
 ) -> None:
     run(LiveMetrics(Settings(metrics=True)), args, n=0)
     ((metrics, _),) = tracker.calls
-    assert set(metrics) == {"instrument/n_tokens", "instrument/findings", "rollout/step"}
+    assert set(metrics) == {"instrument/n_tokens", "instrument/findings", "instrument/verdict", "rollout/step"}
     assert lines(args)[0]["abs_diff"]["mean"] is None
 
 
