@@ -41,6 +41,11 @@ class Process(Protocol):
         """Kill the process and every rank that it forked; return when the process is gone."""
 
 
+def needs_its_own(environment: Mapping[str, str]) -> bool:
+    """Whether a run with these variables beside this process's wants an interpreter that started with them."""
+    return bool(_read_at_start(environment))
+
+
 def start(document: Mapping[str, Any], channel: int, log: int, *, forked: bool, real: bool) -> Process:
     """Start a process that does what ``document`` says (see ``_worker.main``).
 
@@ -102,7 +107,6 @@ class _Server:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.owner = os.getpid()
-        self.variables = _read_at_start(environment)
         self._lock = threading.Lock()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.settimeout(_START_S)
@@ -140,24 +144,24 @@ class _Server:
                 self._process.wait(5)
 
 
-_started: _Server | None = None
+_started: dict[tuple[tuple[str, str], ...], _Server] = {}
+"""By the variables that they started with: imports of libraries set some, and a run may be going on in each."""
 
 
 def _server(environment: Mapping[str, str], target: str) -> _Server | None:
-    """The server of this process, started if need be; None where a fork of it would not be the interpreter wanted."""
-    global _started
-    if _started is None or not _started.serves_this_process:
-        _started = _Server(environment)
-        atexit.register(_started.close)
-    if _started.variables != _read_at_start(environment):
-        return None
+    """The server of this process, started if need be; None where it cannot import what it should."""
+    variables = tuple(sorted(_read_at_start(environment).items()))
+    server = _started.get(variables)
+    if server is None or not server.serves_this_process:
+        server = _started[variables] = _Server(environment)
+        atexit.register(server.close)
     try:
-        _started.ask(f"prepare {target}")
+        server.ask(f"prepare {target}")
     except OSError:
         # What keeps it from importing torch or Megatron is told better by a process of its own, with a log.
-        _started.close()
+        server.close()
         return None
-    return _started
+    return server
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:

@@ -140,8 +140,9 @@ class _Worker:
         try:
             with open(first.out / "lab.log", "wb") as log:
                 # A session of its own: one signal then ends it and every rank, whatever state they are in.
+                forked = first.core is None and not _server.needs_its_own(first.environment)
                 self._process = _server.start(
-                    document, writer, log.fileno(), forked=first.core is None, real=first.slime is not None
+                    document, writer, log.fileno(), forked=forked, real=first.slime is not None
                 )
         finally:
             os.close(writer)

@@ -64,10 +64,22 @@ def test_a_run_that_needs_another_interpreter_gets_it_and_dumps_the_same_bits(tm
     assert list(differences(one, other)) == []
 
 
+def test_a_process_whose_variables_change_forks_from_a_server_that_has_them(
+    tmp_path: Path, plugin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, before = seen_in(tmp_path / "1", plugin)
+    monkeypatch.setenv("TORCH_LATER", "1")  # as an import of a library may set one
+    _, after = seen_in(tmp_path / "2", plugin)
+    assert len({before["server"], after["server"], os.getpid()}) == 3
+
+
 def test_a_server_that_was_killed_is_replaced(tmp_path: Path, plugin: Path) -> None:
     _, before = seen_in(tmp_path / "1", plugin)
+    assert before["server"] != os.getpid()
     os.kill(before["server"], signal.SIGKILL)
-    _server._started._process.wait()  # type: ignore[union-attr]
+    for server in _server._started.values():
+        if server._process.pid == before["server"]:
+            server._process.wait()
     _, after = seen_in(tmp_path / "2", plugin)
     assert after["server"] not in (before["server"], os.getpid())
 
