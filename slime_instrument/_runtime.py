@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime_instrument import _hooks
 from slime_instrument import _waiting as waiting
-from slime_instrument._dump.dumper import Dumper
 from slime_instrument._errors import DumpError, SettingsError, describe
 from slime_instrument._hooks.capture import CaptureSession, current_session
 from slime_instrument._hooks.process import Loaded
-from slime_instrument._live.watch import LiveMetrics
 from slime_instrument._log import log
 from slime_instrument._patching.failures import FailurePolicy
 from slime_instrument._patching.patch import State
 from slime_instrument._patching.patcher import Patcher
 from slime_instrument._patching.placement import Status
 from slime_instrument._settings import Settings
+
+if TYPE_CHECKING:
+    from slime_instrument._dump.dumper import Dumper
 
 MOST_LOST_IN_A_ROW = 3
 """Rollouts that may lose their dump to faults of ours, one after the other, before this rank steps out."""
@@ -43,20 +45,27 @@ class Runtime:
         self.patcher: Patcher = Patcher(
             _hooks.HOOKS, FailurePolicy(lambda: self.settings.strict, listener=self._patch_failed), process=self
         )
-        # A policy of its own: a file that could not be written says nothing against the dump that finds out.
-        self.live = LiveMetrics(self.settings)
-        self.dumper: Dumper = Dumper(
-            self.settings,
-            FailurePolicy(lambda: self.settings.strict).report,
-            self.live.after_dump,
-            earlier.dumper if earlier is not None else None,
-        )
+        self._earlier_dumper: Dumper | None = None if earlier is None else earlier._made_dumper()
         self.args: Any = None
         self.loaded = Loaded()
         self.stepped_out: str | None = None
         """Why this rank makes no more dumps, once it does not."""
         self._failures: dict[str, str] = {}
         self._lost_in_a_row = 0
+
+    @functools.cached_property
+    def dumper(self) -> Dumper:
+        """Made when training first asks for it, because it brings torch along, and slime may be imported without."""
+        from slime_instrument._dump.dumper import Dumper
+        from slime_instrument._live.watch import LiveMetrics
+
+        # A policy of its own: a file that could not be written says nothing against the dump that finds out.
+        report = FailurePolicy(lambda: self.settings.strict).report
+        return Dumper(self.settings, report, LiveMetrics(self.settings).after_dump, self._earlier_dumper)
+
+    def _made_dumper(self) -> Dumper | None:
+        """The newest dumper that there was, if any."""
+        return self.dumper if "dumper" in self.__dict__ else self._earlier_dumper
 
     def refuse_bad_settings(self) -> None:
         """SettingsError naming the variable that has a bad value."""
@@ -112,7 +121,7 @@ class Runtime:
         )
 
     def disarm(self) -> None:
-        if self.patcher.armed and self.stepped_out is None:
+        if self.patcher.armed and self.stepped_out is None and "dumper" in self.__dict__:
             self.dumper.step_out("slime_instrument was taken off on this rank")
         self.patcher.disarm()
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from slime_instrument._dump import exchange
-from slime_instrument._dump.contribute import Contribution, Seen, Topology, contribute, read_topology, undisturbed
+from slime_instrument._dump.contribute import Contribution, contribute, undisturbed
 from slime_instrument._dump.exchange import Agreement, CallId, Listener, Presence
 from slime_instrument._dump.file import (
     BackgroundWriter,
@@ -31,6 +31,7 @@ from slime_instrument._dump.file import (
     write_dump,
 )
 from slime_instrument._dump.payload import build_payload, left_out, provenance
+from slime_instrument._dump.rank import Seen, Topology, read_topology
 from slime_instrument._dump.zigzag import Restoring, shard_lengths
 from slime_instrument._errors import DumpError, describe, not_ours
 from slime_instrument._format import journal

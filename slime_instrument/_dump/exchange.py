@@ -30,7 +30,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from slime_instrument._dump.contribute import Contribution, Description, Topology
+from slime_instrument._dump.contribute import Contribution, Description
+from slime_instrument._dump.rank import Topology
 from slime_instrument._dump.zigzag import Restoring, Sink, bytes_of
 from slime_instrument._errors import DumpError, describe, not_ours
 from slime_instrument._settings import Pins, Settings, is_due

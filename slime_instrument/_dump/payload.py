@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from slime_instrument._dump.contribute import Ref, Seen, Stored, StreamKey, Topology, deeper
+from slime_instrument._dump.contribute import Ref, Stored, StreamKey, deeper
+from slime_instrument._dump.rank import Seen, Topology
 from slime_instrument._dump.zigzag import Restoring
 from slime_instrument._errors import describe, not_ours
 from slime_instrument._format.schema import COLUMN_TO_SAMPLE_KEY, FORMAT_VERSION, ID_COLUMNS, PROVENANCE

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from slime_instrument._dump.contribute import Contribution, Topology, contribute
+from slime_instrument._dump.contribute import Contribution, contribute
 from slime_instrument._dump.exchange import put_together
 from slime_instrument._dump.payload import build_payload
+from slime_instrument._dump.rank import Topology
 from slime_instrument._dump.zigzag import Restoring, owned
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from slime_instrument._dump.contribute import Seen, contribute
+from slime_instrument._dump.contribute import contribute
 from slime_instrument._dump.exchange import put_together
 from slime_instrument._dump.payload import build_payload, left_out, provenance
+from slime_instrument._dump.rank import Seen
 from slime_instrument._dump.zigzag import Restoring
 
 from .ranks import topology
