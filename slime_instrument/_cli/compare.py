@@ -44,7 +44,7 @@ _BAR = 40
 _SHOWN = 8
 _EPILOG = (
     "Examples: slime-instrument compare dumps/rollout_data/0.pt dumps/train_data/0.pt --fail-above abs_diff.mean=0.05; "
-    "slime-instrument compare dumps/rollout_data dumps/train_data (every rollout, as a trend); "
+    "slime-instrument compare /data/run7 (every rollout, as a trend); "
     "slime-instrument compare rollout_data/0.pt train_data/0_*.pt (old per-rank files)"
 )
 
@@ -66,10 +66,16 @@ class Annotations(str, Enum):
 
 
 def compare(
-    rollout: Annotated[Path, typer.Argument(metavar="ROLLOUT", help="A rollout dump, or a folder of them.")],
-    train: Annotated[
-        list[Path], typer.Argument(metavar="TRAIN...", help="Train dumps: v2, old per-rank files, or a folder.")
+    rollout: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER | ROLLOUT", help="A --dump-details folder, a rollout dump, or a folder of them."
+        ),
     ],
+    train: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[TRAIN...]", help="Train dumps: v2, old per-rank files, or a folder."),
+    ] = None,
     fail_above: Annotated[
         list[str] | None,
         typer.Option(
@@ -106,13 +112,15 @@ def compare(
     """
     with reporting_errors(as_json=json), progress("reading") as say:
         from slime_instrument._analysis import compare as analysis
+        from slime_instrument._analysis.gradient import loss_gradient
+        from slime_instrument._analysis.spikes import spikes, step_norms
         from slime_instrument._analysis.trend import trend
         from slime_instrument._analysis.verdict import fails, judge_all
         from slime_instrument._format.pairs import find_pairs, no_pairs
 
         thresholds = _thresholds(fail_above or ())
         comparisons: list[Comparison] = []
-        given = [rollout, *train]
+        given = [rollout, *(train or ())]
         pairing = find_pairs(given, allow_pickle=allow_pickle)
         for pair in pairing.pairs:
             say(f"comparing {pair.rollout.name} ({len(comparisons) + 1} of {len(pairing.pairs)})")
@@ -121,7 +129,10 @@ def compare(
         if not comparisons:
             raise no_pairs(given, pairing, "Nothing was compared.")
         broken = [thresholds.broken(one.value) for one in comparisons]
-        overall = judge_all([one.verdict for one in comparisons], [pair.name for pair in pairing.pairs])
+        names = [pair.name for pair in pairing.pairs]
+        overall = judge_all([one.verdict for one in comparisons], names)
+        norms = [step_norms(one.train_dump.provenance) for one in comparisons]
+        standing_out = spikes(norms, names, lambda i: loss_gradient(comparisons[i].pair))
     for left in pairing.skipped:
         note(f"slime-instrument: not used: {left.file}: {left.reason}")
     if json:
@@ -130,13 +141,16 @@ def compare(
             for one, over in zip(comparisons, broken, strict=True)
         ]
         together = {"pairs": records, "trend": trend(comparisons), "verdict": overall.as_dict()}
-        print_json(records[0] if len(records) == 1 else together)
+        document = records[0] if len(records) == 1 else together
+        print_json({**document, "gradient_spikes": [one.as_dict() for one in standing_out]})
     else:
         if len(comparisons) > 1:
             print_trend(comparisons)
         for one, over in zip(comparisons, broken, strict=True):
             if len(comparisons) == 1 or over or one.verdict.level != "ok":
                 print_comparison(one, over)
+        for spike in standing_out:
+            console().print(f"[yellow]{spike.code}[/] {shown(spike.message)}")
         print_verdict(overall, broken)
     if annotations is not None:
         _annotate(annotations, annotations_file, comparisons, broken, fail_on)

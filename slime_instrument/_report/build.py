@@ -5,12 +5,15 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime_instrument._analysis.compare import Comparison, compare
+from slime_instrument._analysis.gradient import loss_gradient
+from slime_instrument._analysis.read_pair import read_pair
+from slime_instrument._analysis.spikes import spikes, step_norms
 from slime_instrument._errors import DumpFormatError, five_parts
 from slime_instrument._format.pairs import FilePair, Pairing, Skipped, find_pairs, no_pairs
 from slime_instrument._format.values import plain_value
@@ -91,6 +94,7 @@ def write_report(
     tables: list[str] = []
     every: list[Judged] = []
     used: list[FilePair] = []
+    norms: list[Mapping[int, float]] = []
     for pair in pairing.pairs:
         say(f"comparing {pair.rollout.name}, {len(used) + 1} of {len(pairing.pairs)}")
         try:
@@ -105,6 +109,7 @@ def write_report(
         tables.append(deflated(rows))
         every.append(told)
         used.append(pair)
+        norms.append(step_norms(compared.train_dump.provenance))
     if not used:
         raise no_pairs(given, Pairing((), tuple(skipped)), "No report was written.")
     # Beside the blocks: each has a tag, and the words of the tokens come last.
@@ -122,7 +127,14 @@ def write_report(
         texts((token for block in blocks for token in set(block.ids.tolist())), decode) if decode is not None else {}
     )
     say("writing")
-    overall = answer_all(every)
+    overall = answer_all(
+        every,
+        spikes(
+            norms,
+            [one.name for one in every],
+            lambda i: loss_gradient(read_pair(used[i], allow_pickle=allow_pickle)),
+        ),
+    )
     size = page.write(
         out,
         overall=overall,
