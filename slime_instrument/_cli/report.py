@@ -27,6 +27,10 @@ def report(
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A local tokenizer folder: shows tokens as text.")
     ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(metavar="NAME:PARAMETER=VALUE,VALUE,…", help="Draw what-if's sweep of a correction as a curve."),
+    ] = None,
     allow_pickle: AllowPickle = False,
     json: Json = False,
 ) -> None:
@@ -39,10 +43,18 @@ def report(
             import jinja2  # noqa: F401
         except ImportError:
             fail("the report needs jinja2: pip install 'slime-instrument[report]'", as_json=json)
+        from slime_instrument._analysis.corrections import parse_sweep
         from slime_instrument._report.build import write_report
 
         with progress("reading") as say:
-            written = write_report(dumps, out, tokenizer=tokenizer, allow_pickle=allow_pickle, progress=say)
+            written = write_report(
+                dumps,
+                out,
+                tokenizer=tokenizer,
+                allow_pickle=allow_pickle,
+                sweep=parse_sweep(sweep) if sweep else None,
+                progress=say,
+            )
         for one in written.skipped[:_SHOWN]:
             note(f"slime-instrument: not used: {one.file}: {one.reason}")
         if len(written.skipped) > _SHOWN:

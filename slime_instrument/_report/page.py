@@ -58,6 +58,7 @@ class Page:
         columns: Sequence[str],
         skipped: Sequence[dict[str, str]],
         left_out: Sequence[str],
+        sweep: dict[str, Any] | None = None,
     ) -> int:
         """Write the file and return its size in bytes. OSError where that cannot be done."""
         import jinja2
@@ -74,6 +75,7 @@ class Page:
             "marks": MARKS,
             "words": words is not None,
             "start": _start(rollouts),
+            "sweep": sweep,
         }
         blobs = [(f"rows-{i}", table) for i, table in enumerate(tables)]
         blobs += [("words", words)] if words is not None else []

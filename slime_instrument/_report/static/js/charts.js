@@ -58,6 +58,23 @@ function drawTrend(onPick, current) {
   });
 }
 
+function drawSweep(sweep) {
+  const lines = [["tokens dropped or clipped", "touched", "solid", "circle", "pos"], ["mean weight", "mean_weight", "dashed", "rect", "one"],
+    ["effective samples", "ess", "dotted", "diamond", "neg"], ["|A·w| kept", "advantage_kept", "dashed", "triangle", "focus"]];
+  const numbers = sweep.values.every((value) => typeof value === "number");
+  const series = lines.filter(([, key]) => sweep[key].some((value) => value !== null));
+  draw("sweep", sweep.n_tokens ? {
+    legend: {}, tooltip: { trigger: "axis", valueFormatter: (value) => number(value) },
+    xAxis: numbers ? { type: "value", scale: true, name: sweep.parameter } : { type: "category", data: sweep.values.map(String), name: sweep.parameter },
+    yAxis: { type: "value", name: "share" },
+    series: series.map(([name, key, style, symbol, ink]) => ({
+      name, type: "line", symbol, symbolSize: 7, connectNulls: false, lineStyle: { type: style, color: colour(ink) }, itemStyle: { color: colour(ink) },
+      data: numbers ? sweep.values.map((value, i) => [value, sweep[key][i]]).sort((a, b) => a[0] - b[0]) : sweep[key],
+    })),
+  } : null, sweep.skipped.join("; "));
+  $("sweep-note").textContent = `${sweep.policy} (${sweep.framework}) with other values of ${sweep.parameter}, on ${number(sweep.n_tokens)} tokens of all rollouts: the part that is dropped or clipped, and the mean weight, effective samples and part of the signal that are left.`;
+}
+
 function drawRollout(one) {
   drawHistogram(one.histogram);
   drawDensity(one.density);
