@@ -60,7 +60,7 @@ function drawTrend(onPick, current) {
 
 function drawSweep(sweep) {
   const lines = [["tokens dropped or clipped", "touched", "solid", "circle", "pos"], ["mean weight", "mean_weight", "dashed", "rect", "one"],
-    ["effective samples", "ess", "dotted", "diamond", "neg"], ["|A·w| kept", "advantage_kept", "dashed", "triangle", "focus"]];
+    ["effective samples", "ess", "dotted", "diamond", "neg"], ["|A·w| kept", "advantage_kept", "dashed", "triangle", "quiet"]];
   const numbers = sweep.values.every((value) => typeof value === "number");
   const series = lines.filter(([, key]) => sweep[key].some((value) => value !== null));
   draw("sweep", sweep.n_tokens ? {
