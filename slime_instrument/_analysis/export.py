@@ -278,7 +278,7 @@ def export(
     metadata = {"slime_instrument.schema_version": str(SCHEMA_VERSION), "slime_instrument.level": level}
     try:
         lazy = register_io_source(io_source=stream, schema=_polars_schema(level))
-        lazy.sink_parquet(part, metadata=metadata, mkdir=True)
+        lazy.sink_parquet(part, metadata=metadata)
         os.replace(part, target)
     except Exception as error:
         if trouble:
@@ -286,7 +286,7 @@ def export(
         message = five_parts(
             str(target),
             expected="to write a Parquet file",
-            found=(str(error).splitlines() or [type(error).__name__])[0],
+            found=(str(error).splitlines() or [type(error).__name__])[0].replace(str(part), str(target)),
             follows="Nothing was exported.",
             next_step="Check space and rights of the folder.",
         )

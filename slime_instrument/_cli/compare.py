@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
@@ -17,7 +16,9 @@ from slime_instrument._cli.output import (
     AllowPickle,
     Json,
     UsageError,
+    bar,
     console,
+    counted,
     finish,
     note,
     print_json,
@@ -134,7 +135,7 @@ def compare(
         norms = [step_norms(one.train_dump.provenance) for one in comparisons]
         standing_out = spikes(norms, names, lambda i: loss_gradient(comparisons[i].pair))
     for left in pairing.skipped:
-        note(f"slime-instrument: not used: {left.file}: {left.reason}")
+        note(f"slime_instrument: not used: {left.file}: {left.reason}")
     if json:
         records = [
             {**one.as_dict(), "passed_thresholds": [_passed(one, limit) for limit in over]}
@@ -198,14 +199,17 @@ def print_comparison(comparison: Comparison, above: Sequence[Threshold]) -> None
     files = ", ".join(comparison["train"][:2]) + (" …" if len(comparison["train"]) > 2 else "")
     out.print(shown(f"rollout {comparison['rollout_id']}: {comparison['rollout']} against {files}"))
     out.print(
-        f"{comparison['n_joined']} samples joined ({comparison['n_rollout']} in the rollout, "
-        f"{comparison['n_train']} in training), {comparison['n_tokens']} comparable tokens"
+        f"{counted(comparison['n_joined'], 'sample')} joined ({comparison['n_rollout']} in the rollout, "
+        f"{comparison['n_train']} in training), {counted(comparison['n_tokens'], 'comparable token')}"
     )
     if comparison["log_probs"]["field"] != "log_probs":
         out.print(f"train side: {shown(comparison['log_probs']['field'])}")
-    excluded = ", ".join(f"{n} {kind}" for kind, n in comparison["excluded"].items() if n)
+    left_out = dict(comparison["excluded"])
+    removed = left_out.pop("removed")
+    excluded = [counted(n, f"{kind} token") for kind, n in left_out.items() if n]
+    excluded += [counted(removed, "removed sample")] if removed else []
     if excluded:
-        out.print(f"left out: {excluded} (tokens; removed: samples)")
+        out.print(f"left out: {', '.join(excluded)}")
     _print_unmatched(comparison)
     if comparison["n_tokens"]:
         table = Table(box=None, pad_edge=False)
@@ -256,7 +260,7 @@ def _print_unmatched(comparison: Comparison) -> None:
         counts.setdefault((one["side"], one["reason"]), []).append(name)
     for (side, reason), names in counts.items():
         shown = ", ".join(map(str, names[:_SHOWN])) + (" …" if len(names) > _SHOWN else "")
-        console().print(f"{len(names)} {side} samples {reason}: {shown}")
+        console().print(f"{counted(len(names), f'{side} sample')} {reason}: {shown}")
 
 
 def _print_histogram(comparison: Comparison) -> None:
@@ -267,18 +271,8 @@ def _print_histogram(comparison: Comparison) -> None:
     most = max(1, int(counts.max()))
     edges = ["0", *(f"{edge:g}" for edge in _EDGES)]
     labels = [f"{low} to {high}" for low, high in itertools.pairwise(edges)] + [f"{edges[-1]} and more"]
-    full, least = ("█", "▏") if _can_print("█▏") else ("#", ".")
     for label, count in zip(labels, counts.tolist(), strict=True):
-        bar = full * round(_BAR * count / most) or (least if count else "")
-        console().print(f"  |δ| {label:<16} {bar} {count}")
-
-
-def _can_print(text: str) -> bool:
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+        console().print(f"  |δ| {label:<16} {bar(count / most, _BAR)} {count}")
 
 
 def print_verdict(verdict: Verdict, broken: Sequence[Sequence[Threshold]]) -> None:

@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from slime_instrument._cli.output import AllowPickle, Json, fail, print_json, progress, reporting_errors
+from slime_instrument._cli.output import (
+    AllowPickle,
+    Json,
+    check_output,
+    counted,
+    fail,
+    print_json,
+    progress,
+    reporting_errors,
+)
 
 _EPILOG = (
     "Examples: slime-instrument export train_data/0.pt -o 0.parquet --level token; "
@@ -39,12 +48,13 @@ def export(
         from slime_instrument._analysis.export import SCHEMA_VERSION
         from slime_instrument._analysis.export import export as write
 
+        check_output(output, (".parquet", ".pq"))
         n = write(dumps, output, level=level.value, allow_pickle=allow_pickle)
     record = {"output": str(output), "level": level.value, "n_rows": n, "schema_version": SCHEMA_VERSION}
     if json:
         print_json(record)
     else:
-        print(f"{output}: {n} rows, one per {level.value}, schema version {SCHEMA_VERSION}")
+        print(f"{output}: {counted(n, 'row')}, one per {level.value}, schema version {SCHEMA_VERSION}")
 
 
 def register(app: typer.Typer) -> None:

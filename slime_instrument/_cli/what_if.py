@@ -12,6 +12,7 @@ from slime_instrument._cli.output import (
     CANNOT_LOOK,
     AllowPickle,
     Json,
+    bar,
     console,
     finish,
     note,
@@ -67,7 +68,7 @@ def what_if(
         chosen = [*map(parse_policy, policy or ()), *(swept.policies if swept else ())]
         result, skipped = _try(dumps, chosen or list(PRESETS.values()), allow_pickle)
     for one in skipped:
-        note(f"slime-instrument: not used: {one['file']}: {one['reason']}")
+        note(f"slime_instrument: not used: {one['file']}: {one['reason']}")
     if json:
         print_json({**result.as_dict(), "skipped_files": skipped})
     elif swept and not policy:
@@ -194,11 +195,10 @@ def _print_sweep(result: WhatIf, parameter: str) -> None:
     for effect in result.effects:
         total = effect.total
         touched = total.tokens_dropped + total.tokens_clipped
-        bar = "█" * round(_BAR * touched / total.n_tokens) if total.n_tokens else ""
         table.add_row(
             shown_value(effect.policy.parameters[parameter]),
             _share(touched, total.n_tokens),
-            bar or ("▏" if touched else ""),
+            bar(touched / total.n_tokens, _BAR) if total.n_tokens else "",
             _number(total.mean_weight),
             _number(total.ess),
             _number(total.advantage_kept),

@@ -101,6 +101,8 @@ class Page:
         try:
             part.write_bytes(content)
             os.replace(part, out)
+        except OSError as error:  # that of the file asked for, not of the one beside it
+            raise OSError(error.errno, error.strerror, str(out)) from error
         finally:
             part.unlink(missing_ok=True)
         return len(content)

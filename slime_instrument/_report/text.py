@@ -20,6 +20,8 @@ def decoder(folder: Path) -> Callable[[int], str]:
     Raises:
         TokenizerError: no tokenizer there, or neither library is installed.
     """
+    if not folder.exists():
+        raise _unusable(folder, "no such folder", "Give the folder that holds tokenizer.json.")
     file = folder / "tokenizer.json" if folder.is_dir() else folder
     try:
         if file.is_file():
