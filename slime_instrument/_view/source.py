@@ -14,7 +14,7 @@ from typing import Any
 from slime_instrument._analysis.table import TokenTable, tabulate
 from slime_instrument._analysis.verdict import Verdict
 from slime_instrument._errors import DumpFormatError, five_parts
-from slime_instrument._format.dumps import TrainDump, read_rollout_dump, read_train_dump
+from slime_instrument._format.dumps import TrainDump, read_rollout_dump, read_train_dump, rollout_id_of
 from slime_instrument._format.join import Pair
 from slime_instrument._format.pairs import find_pairs
 from slime_instrument._format.values import number, whole_number
@@ -129,7 +129,9 @@ def choose_files(
         (one.rollout_id, one.train[0], one.rollout) for one in pairing.pairs
     ]
     lone = [one.lone for one in pairing.skipped if one.lone is not None]
-    found += [(one.rollout_id, one.path, None) for one in lone if one.kind.startswith("train")]
+    # Opening what cannot be read says what is wrong with it, beside the train dump.
+    broken = {rollout_id_of(one.file): one.file for one in pairing.unreadable}
+    found += [(one.rollout_id, one.path, broken.get(one.rollout_id)) for one in lone if one.kind.startswith("train")]
     found.sort(key=lambda one: -1 if one[0] is None else one[0])
     wanted = [i for i, one in enumerate(found) if rollout in (None, one[0])]
     if not wanted:

@@ -205,3 +205,20 @@ def test_a_sweep_is_drawn_and_is_not_there_unasked(page: Page, browser: Any) -> 
     assert browser.complaints() == []
     assert browser.js("document.querySelectorAll('#sweep svg path').length") > 8
     assert "slime-tis (slime) with other values of tis_clip" in browser.text("#sweep-note")
+
+
+def test_a_bar_of_one_token_can_be_seen(page: Page, browser: Any) -> None:
+    browser.open(page(change=one_bad_token))
+    counts = browser.js("JSON.parse(document.getElementById('data').textContent).rollouts[0].histogram.counts")
+    assert counts.count(1) > 1
+    boxes = "[...document.querySelectorAll('#histogram svg path')].map((path) => path.getBBox())"
+    assert browser.js(f"{boxes}.filter((box) => box.height > 3 && box.width > 1).length") >= sum(
+        count > 0 for count in counts
+    )
+
+
+def test_a_heading_that_is_jumped_to_is_not_under_the_bar_above_it(page: Page, browser: Any) -> None:
+    browser.open(page(rollouts=2))
+    browser.js("document.getElementById('trend-box').scrollIntoView()")
+    top, below = "document.getElementById('trend-box')", "document.querySelector('.picker')"
+    assert browser.js(f"{top}.getBoundingClientRect().top >= {below}.getBoundingClientRect().bottom")

@@ -96,7 +96,7 @@ function drawHistogram(histogram) {
   return draw("histogram", {
     tooltip: { trigger: "axis", formatter: ([bar]) => `δ ${labels[bar.dataIndex]}: ${number(histogram.counts[bar.dataIndex])} tokens` },
     xAxis: { type: "category", data: labels, name: "δ (nats)", axisLabel: { color: colour("quiet"), hideOverlap: true, showMinLabel: true, showMaxLabel: true } },
-    yAxis: { type: "log", min: 0.1, name: "tokens", axisLabel: { color: colour("quiet"), formatter: (value) => (value < 1 ? "" : number(value)) } },
+    yAxis: { type: "log", min: 0.5, startValue: 0.5, name: "tokens", axisLabel: { color: colour("quiet"), formatter: (value) => (value < 1 ? "" : number(value)) } },
     series: [{ type: "bar", barCategoryGap: "5%", data: histogram.counts.map((count) => (count ? count : null)),
       itemStyle: { color: (bar) => (bar.dataIndex < histogram.counts.length / 2 - 1 ? colour("neg") : colour("pos")) } }],
   });
