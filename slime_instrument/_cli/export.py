@@ -9,11 +9,14 @@ from typing import Annotated
 import typer
 
 from slime_instrument._cli.output import (
+    CANNOT_LOOK,
     AllowPickle,
     Json,
     check_output,
     counted,
     fail,
+    finish,
+    note,
     print_json,
     progress,
     reporting_errors,
@@ -39,7 +42,10 @@ def export(
     allow_pickle: AllowPickle = False,
     json: Json = False,
 ) -> None:
-    """Write dumps as one Parquet table with a stable, versioned schema."""
+    """Write dumps as one Parquet table with a stable, versioned schema.
+
+    Exit status 2: a file could not be read; the others are in the table.
+    """
     try:
         import polars  # noqa: F401  (said here, before any file is opened)
     except ImportError:
@@ -49,12 +55,17 @@ def export(
         from slime_instrument._analysis.export import export as write
 
         check_output(output, (".parquet", ".pq"))
-        n = write(dumps, output, level=level.value, allow_pickle=allow_pickle)
+        unreadable: list[Exception] = []
+        n = write(dumps, output, level=level.value, allow_pickle=allow_pickle, on_unreadable=unreadable.append)
+    for error in unreadable:
+        note(f"slime_instrument: not used: {error}")
     record = {"output": str(output), "level": level.value, "n_rows": n, "schema_version": SCHEMA_VERSION}
     if json:
         print_json(record)
     else:
         print(f"{output}: {counted(n, 'row')}, one per {level.value}, schema version {SCHEMA_VERSION}")
+    if unreadable:
+        finish(CANNOT_LOOK)
 
 
 def register(app: typer.Typer) -> None:

@@ -111,3 +111,33 @@ def test_inspect_and_extract_take_a_folder(call: Any, tmp_path: Path) -> None:
     outcome = call("extract", tmp_path, "--worst", "1", "-o", tmp_path / "mini.pt")
     assert outcome.code == 2
     assert "expected the dumps of one rollout, found no pair of dumps" in outcome.err
+
+
+def test_export_leaves_out_what_cannot_be_read_and_says_so(call: Any, tmp_path: Path) -> None:
+    polars = pytest.importorskip("polars")
+    for name in ("5.pt", "7.pt"):
+        builders.save(builders.v2(), tmp_path / "dumps" / name)
+    for name in ("4.pt", "6.pt", "8.pt"):
+        (tmp_path / "dumps" / name).write_bytes(b"cut")
+    out = tmp_path / "all.parquet"
+    outcome = call("export", tmp_path / "dumps", "-o", out)
+    assert outcome.code == 2
+    assert [name in outcome.err for name in ("4.pt", "6.pt", "8.pt")] == [True] * 3
+    assert len(polars.read_parquet(out)) == 8
+    out.unlink()
+    for name in ("5.pt", "7.pt"):
+        (tmp_path / "dumps" / name).unlink()
+    assert call("export", tmp_path / "dumps", "-o", out).code == 2
+    assert not out.exists()
+
+
+def test_an_older_wrapt_in_front_on_the_path_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "wrapt").mkdir()
+    (tmp_path / "wrapt" / "__init__.py").write_text('__version__ = "1.17.3"\nclass ObjectProxy: pass\n')
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    for command in ("status", "check"):
+        line = f"from slime_instrument._cli.app import main; main([{command!r}])"
+        done = subprocess.run([sys.executable, "-c", line], env=environment, capture_output=True, text=True)
+        assert done.returncode == 2
+        (said,) = done.stderr.splitlines()
+        assert f"expected 2.5.2 or later, found 1.17.3 in {tmp_path / 'wrapt'}" in said
