@@ -116,8 +116,15 @@ def _finding(spike: _Spike, name: str, gradient: Gradient, ordinary: float | Non
     else:
         sizes = {one.position: float(gradient.tokens[one.position].abs().sum()) for one in shares}
         carrying = [one for one in shares if not sizes[one.position] <= _CARRIES * ordinary]
-        if carrying:
-            message += f" {_told(carrying)}: more than any sample of the steps around it."
+        if 2 * len(carrying) > len(shares):
+            message += (
+                f" No sample carries more than its share: {len(carrying)} of {len(shares)} pull more than any sample of "
+                "the steps around it."
+            )
+            carrying = []
+        elif carrying:
+            told = _told(carrying)
+            message += f" {told[0].upper()}{told[1:]}: more than any sample of the steps around it."
         else:
             message += f" No sample carries more than its share; the largest: {_told(shares[:1])}."
     return Finding(

@@ -36,7 +36,7 @@ def test_the_samples_that_carry_a_spike_are_named_with_their_part() -> None:
     assert found.evidence["ordinary"] == pytest.approx(1.0)
     share = found.evidence["shares"][0]
     assert share["position"] == 11
-    assert f"position 11 carries {share['share']:.3g} of" in found.message
+    assert f"Position 11 carries {share['share']:.3g} of" in found.message
     (found,) = told(NORMS, lambda run: large(run, 3, 11))
     assert found.samples == (3, 11)
 
@@ -44,7 +44,10 @@ def test_the_samples_that_carry_a_spike_are_named_with_their_part() -> None:
 def test_where_all_samples_pull_as_in_other_steps_none_is_named() -> None:
     (found,) = told(NORMS)
     assert found.samples == ()
-    assert "No sample carries more than its share" in found.message
+    assert "No sample carries more than its share; the largest: position" in found.message
+    (found,) = told(NORMS, lambda run: large(run, *range(16)))
+    assert found.samples == ()
+    assert "No sample carries more than its share: 16 of 16 pull more" in found.message
 
 
 @pytest.mark.parametrize(

@@ -44,5 +44,5 @@ def test_compare_and_report_tell_it_and_the_verdict_is_as_without(call: Any, run
     assert "gradient-spike rollout 3, optimizer step 0: grad_norm is 12" in call("compare", run_on_disk).out
     answers = write_report([run_on_disk], run_on_disk / "report.html").verdict.answers
     (row,) = [one for one in answers if one[0] == "Gradient norm"]
-    assert "position 11 carries" in row[1]
+    assert "Position 11 carries" in row[1]
     assert row[2] == "#r=3&s=11"
