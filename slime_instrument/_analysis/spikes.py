@@ -118,8 +118,8 @@ def _finding(spike: _Spike, name: str, gradient: Gradient, ordinary: float | Non
         carrying = [one for one in shares if not sizes[one.position] <= _CARRIES * ordinary]
         if 2 * len(carrying) > len(shares):
             message += (
-                f" No sample carries more than its share: {len(carrying)} of {len(shares)} pull more than any sample of "
-                "the steps around it."
+                f" No sample carries more than its share: {len(carrying)} of {len(shares)} pull more than any sample "
+                "of the steps around it."
             )
             carrying = []
         elif carrying:
