@@ -311,15 +311,18 @@ def _write(source: Source, samples: list[dict[str, Any]], out: Path) -> None:
     )
     if not head:
         head = {"rollout_id": 0}  # a list, as dumps before 2025-07-23 were: newer slime wants a dict
-    with tempfile.NamedTemporaryFile(dir=out.parent, prefix=f".{out.name}.", delete=False) as part:
-        try:
-            torch.save({**head, "samples": samples}, part)
-            part.close()
-            os.chmod(part.name, 0o666 & ~_umask())
-            os.replace(part.name, out)
-        except BaseException:
-            os.unlink(part.name)
-            raise
+    try:
+        with tempfile.NamedTemporaryFile(dir=out.parent, prefix=f".{out.name}.", delete=False) as part:
+            try:
+                torch.save({**head, "samples": samples}, part)
+                part.close()
+                os.chmod(part.name, 0o666 & ~_umask())
+                os.replace(part.name, out)
+            except BaseException:
+                os.unlink(part.name)
+                raise
+    except OSError as error:  # that of the file asked for, not of the one beside it
+        raise OSError(error.errno, error.strerror, str(out)) from error
 
 
 def _umask() -> int:

@@ -57,12 +57,12 @@ def _arm(how: str) -> None:
     except Exception as error:
         import logging
 
-        from slime_instrument._errors import not_ours, traceback_text
+        from slime_instrument._errors import InstrumentError, not_ours, traceback_text
         from slime_instrument._log import log
 
         if not_ours(error):
             raise
-        text = traceback_text(error)
+        text = str(error) if isinstance(error, InstrumentError) else traceback_text(error)
         log(logging.ERROR, "slime_instrument: could not arm; training goes on without instrumentation\n%s", text)
 
 

@@ -22,6 +22,7 @@ from slime_instrument._analysis.metrics import (
     per_sample,
     worst_tokens,
 )
+from slime_instrument._analysis.read_pair import ReadPair
 from slime_instrument._analysis.table import TokenTable, tabulate
 from slime_instrument._analysis.verdict import Verdict, judge
 from slime_instrument._errors import DumpFormatError, five_parts
@@ -114,6 +115,11 @@ class Comparison:
     def n_tokens(self) -> int:
         """Comparable tokens."""
         return self.metrics.n_tokens
+
+    @property
+    def pair(self) -> ReadPair:
+        """Both sides, as every other analysis takes them."""
+        return ReadPair(self.rollout_dump, self.train_dump, self.joined, self.train_dump.provenance)
 
     def value(self, name: str) -> float | None:
         """A metric or count by its dotted name, for thresholds; infinite where it exceeds what a float holds.

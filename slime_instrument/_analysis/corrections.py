@@ -825,8 +825,16 @@ def parse_policy(text: str) -> Policy:
     return policy.changed(**changed)
 
 
-def parse_sweep(text: str) -> list[Policy]:
-    """``NAME:PARAMETER=VALUE,VALUE,…`` as one policy for each value.
+@dataclass(frozen=True)
+class Sweep:
+    """One policy at several values of one parameter: ``policies`` has one entry for each, in the order given."""
+
+    parameter: str
+    policies: tuple[Policy, ...]
+
+
+def parse_sweep(text: str) -> Sweep:
+    """``NAME:PARAMETER=VALUE,VALUE,…``; other parameters of the policy may stand before the last one.
 
     Raises:
         UnknownPolicy: no such preset or parameter, or no values.
@@ -837,7 +845,23 @@ def parse_sweep(text: str) -> list[Policy]:
     values = [one.strip() for one in listed.split(",") if one.strip()]
     if not equals or not values:
         raise _bad("--sweep", text, "NAME:PARAMETER=VALUE,VALUE,…")
-    return [policy.changed(**{parameter: parse_value(policy, parameter, value)}) for value in values]
+    return Sweep(
+        parameter, tuple(policy.changed(**{parameter: parse_value(policy, parameter, value)}) for value in values)
+    )
+
+
+def label(policy: Policy) -> str:
+    """The policy's name with the parameters that are not its preset's: what ``--policy`` takes."""
+    default = PRESETS[policy.name].parameters
+    changed = ",".join(
+        f"{key}={shown_value(value)}" for key, value in policy.parameters.items() if value != default[key]
+    )
+    return f"{policy.name}:{changed}" if changed else policy.name
+
+
+def shown_value(value: Value) -> str:
+    """A parameter's value as a user writes it."""
+    return f"{value:g}" if isinstance(value, float) else str(value).lower() if value is None else str(value)
 
 
 def parse_value(policy: Policy, parameter: str, text: str) -> Value:

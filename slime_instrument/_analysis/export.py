@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -235,6 +235,7 @@ def export(
     *,
     level: Level = "sample",
     allow_pickle: bool = False,
+    on_unreadable: Callable[[DumpFormatError | OSError], None] | None = None,
 ) -> int:
     """Write the rows of one or many dumps to one Parquet file, and return how many there are.
 
@@ -245,6 +246,7 @@ def export(
         output: the Parquet file.
         level: one row per ``sample`` or per response ``token``.
         allow_pickle: read rollout dumps with objects of arbitrary classes; this can run code from them.
+        on_unreadable: told of a file that cannot be read, while the others are exported; without it that raises.
 
     Raises:
         DumpFormatError: a file is no dump, or nothing is there to export.
@@ -264,21 +266,25 @@ def export(
     ) -> Iterator[pl.DataFrame]:
         nonlocal counted
         del predicate, n_rows, batch_size  # nothing filters on the way into a file
-        try:
-            for file in files:
+        for n, file in enumerate(files):
+            before = counted
+            try:
                 for table in tables(file, level=level, allow_pickle=allow_pickle):
                     counted += len(table)
                     yield table.select(with_columns) if with_columns is not None else table
-        except (DumpFormatError, OSError) as error:
-            trouble.append(error)  # polars would wrap it
-            raise
+            except (DumpFormatError, OSError) as error:
+                nothing_left = n == len(files) - 1 and not counted
+                if on_unreadable is None or counted > before or nothing_left:
+                    trouble.append(error)  # polars would wrap it
+                    raise
+                on_unreadable(error)
 
     target = Path(output)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     metadata = {"slime_instrument.schema_version": str(SCHEMA_VERSION), "slime_instrument.level": level}
     try:
         lazy = register_io_source(io_source=stream, schema=_polars_schema(level))
-        lazy.sink_parquet(part, metadata=metadata, mkdir=True)
+        lazy.sink_parquet(part, metadata=metadata)
         os.replace(part, target)
     except Exception as error:
         if trouble:
@@ -286,7 +292,7 @@ def export(
         message = five_parts(
             str(target),
             expected="to write a Parquet file",
-            found=(str(error).splitlines() or [type(error).__name__])[0],
+            found=(str(error).splitlines() or [type(error).__name__])[0].replace(str(part), str(target)),
             follows="Nothing was exported.",
             next_step="Check space and rights of the folder.",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
+import signal
 import sys
 from typing import Annotated
 
@@ -27,7 +27,6 @@ from slime_instrument._cli import (
     view,
     what_if,
 )
-from slime_instrument._cli.output import CANNOT_LOOK
 
 __all__ = ["app", "main"]
 
@@ -75,11 +74,10 @@ def main(arguments: list[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that is not UTF-8, or half of a surrogate pair from a file, ends no command.
             stream.reconfigure(errors="backslashreplace")
+    if arguments is None and sys.argv[1:2] not in (["run"], ["demo"]) and hasattr(signal, "SIGPIPE"):
+        # A reader that goes away (`| head`) ends us as it ends other tools. What trains has sockets, and keeps its own.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         app(args=arguments, prog_name="slime-instrument")
-    except BrokenPipeError:
-        # The reader of our output went away (`| head`). Python would complain again while it flushes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(CANNOT_LOOK)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
@@ -17,7 +16,9 @@ from slime_instrument._cli.output import (
     AllowPickle,
     Json,
     UsageError,
+    bar,
     console,
+    counted,
     finish,
     note,
     print_json,
@@ -44,7 +45,7 @@ _BAR = 40
 _SHOWN = 8
 _EPILOG = (
     "Examples: slime-instrument compare dumps/rollout_data/0.pt dumps/train_data/0.pt --fail-above abs_diff.mean=0.05; "
-    "slime-instrument compare dumps/rollout_data dumps/train_data (every rollout, as a trend); "
+    "slime-instrument compare /data/run7 (every rollout, as a trend); "
     "slime-instrument compare rollout_data/0.pt train_data/0_*.pt (old per-rank files)"
 )
 
@@ -66,10 +67,16 @@ class Annotations(str, Enum):
 
 
 def compare(
-    rollout: Annotated[Path, typer.Argument(metavar="ROLLOUT", help="A rollout dump, or a folder of them.")],
-    train: Annotated[
-        list[Path], typer.Argument(metavar="TRAIN...", help="Train dumps: v2, old per-rank files, or a folder.")
+    rollout: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER | ROLLOUT", help="A --dump-details folder, a rollout dump, or a folder of them."
+        ),
     ],
+    train: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[TRAIN...]", help="Train dumps: v2, old per-rank files, or a folder."),
+    ] = None,
     fail_above: Annotated[
         list[str] | None,
         typer.Option(
@@ -106,13 +113,15 @@ def compare(
     """
     with reporting_errors(as_json=json), progress("reading") as say:
         from slime_instrument._analysis import compare as analysis
+        from slime_instrument._analysis.gradient import loss_gradient
+        from slime_instrument._analysis.spikes import spikes, step_norms
         from slime_instrument._analysis.trend import trend
         from slime_instrument._analysis.verdict import fails, judge_all
         from slime_instrument._format.pairs import find_pairs, no_pairs
 
         thresholds = _thresholds(fail_above or ())
         comparisons: list[Comparison] = []
-        given = [rollout, *train]
+        given = [rollout, *(train or ())]
         pairing = find_pairs(given, allow_pickle=allow_pickle)
         for pair in pairing.pairs:
             say(f"comparing {pair.rollout.name} ({len(comparisons) + 1} of {len(pairing.pairs)})")
@@ -121,22 +130,28 @@ def compare(
         if not comparisons:
             raise no_pairs(given, pairing, "Nothing was compared.")
         broken = [thresholds.broken(one.value) for one in comparisons]
-        overall = judge_all([one.verdict for one in comparisons], [pair.name for pair in pairing.pairs])
+        names = [pair.name for pair in pairing.pairs]
+        overall = judge_all([one.verdict for one in comparisons], names)
+        norms = [step_norms(one.train_dump.provenance) for one in comparisons]
+        standing_out = spikes(norms, names, lambda i: loss_gradient(comparisons[i].pair))
     for left in pairing.skipped:
-        note(f"slime-instrument: not used: {left.file}: {left.reason}")
+        note(f"slime_instrument: not used: {left.file}: {left.reason}")
     if json:
         records = [
             {**one.as_dict(), "passed_thresholds": [_passed(one, limit) for limit in over]}
             for one, over in zip(comparisons, broken, strict=True)
         ]
         together = {"pairs": records, "trend": trend(comparisons), "verdict": overall.as_dict()}
-        print_json(records[0] if len(records) == 1 else together)
+        document = records[0] if len(records) == 1 else together
+        print_json({**document, "gradient_spikes": [one.as_dict() for one in standing_out]})
     else:
         if len(comparisons) > 1:
             print_trend(comparisons)
         for one, over in zip(comparisons, broken, strict=True):
             if len(comparisons) == 1 or over or one.verdict.level != "ok":
                 print_comparison(one, over)
+        for spike in standing_out:
+            console().print(f"[yellow]{spike.code}[/] {shown(spike.message)}")
         print_verdict(overall, broken)
     if annotations is not None:
         _annotate(annotations, annotations_file, comparisons, broken, fail_on)
@@ -184,14 +199,17 @@ def print_comparison(comparison: Comparison, above: Sequence[Threshold]) -> None
     files = ", ".join(comparison["train"][:2]) + (" …" if len(comparison["train"]) > 2 else "")
     out.print(shown(f"rollout {comparison['rollout_id']}: {comparison['rollout']} against {files}"))
     out.print(
-        f"{comparison['n_joined']} samples joined ({comparison['n_rollout']} in the rollout, "
-        f"{comparison['n_train']} in training), {comparison['n_tokens']} comparable tokens"
+        f"{counted(comparison['n_joined'], 'sample')} joined ({comparison['n_rollout']} in the rollout, "
+        f"{comparison['n_train']} in training), {counted(comparison['n_tokens'], 'comparable token')}"
     )
     if comparison["log_probs"]["field"] != "log_probs":
         out.print(f"train side: {shown(comparison['log_probs']['field'])}")
-    excluded = ", ".join(f"{n} {kind}" for kind, n in comparison["excluded"].items() if n)
+    left_out = dict(comparison["excluded"])
+    removed = left_out.pop("removed")
+    excluded = [counted(n, f"{kind} token") for kind, n in left_out.items() if n]
+    excluded += [counted(removed, "removed sample")] if removed else []
     if excluded:
-        out.print(f"left out: {excluded} (tokens; removed: samples)")
+        out.print(f"left out: {', '.join(excluded)}")
     _print_unmatched(comparison)
     if comparison["n_tokens"]:
         table = Table(box=None, pad_edge=False)
@@ -242,7 +260,7 @@ def _print_unmatched(comparison: Comparison) -> None:
         counts.setdefault((one["side"], one["reason"]), []).append(name)
     for (side, reason), names in counts.items():
         shown = ", ".join(map(str, names[:_SHOWN])) + (" …" if len(names) > _SHOWN else "")
-        console().print(f"{len(names)} {side} samples {reason}: {shown}")
+        console().print(f"{counted(len(names), f'{side} sample')} {reason}: {shown}")
 
 
 def _print_histogram(comparison: Comparison) -> None:
@@ -253,18 +271,8 @@ def _print_histogram(comparison: Comparison) -> None:
     most = max(1, int(counts.max()))
     edges = ["0", *(f"{edge:g}" for edge in _EDGES)]
     labels = [f"{low} to {high}" for low, high in itertools.pairwise(edges)] + [f"{edges[-1]} and more"]
-    full, least = ("█", "▏") if _can_print("█▏") else ("#", ".")
     for label, count in zip(labels, counts.tolist(), strict=True):
-        bar = full * round(_BAR * count / most) or (least if count else "")
-        console().print(f"  |δ| {label:<16} {bar} {count}")
-
-
-def _can_print(text: str) -> bool:
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+        console().print(f"  |δ| {label:<16} {bar(count / most, _BAR)} {count}")
 
 
 def print_verdict(verdict: Verdict, broken: Sequence[Sequence[Threshold]]) -> None:

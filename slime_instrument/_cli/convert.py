@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from slime_instrument._cli.output import AllowPickle, Json, note, print_json, progress, reporting_errors
+from slime_instrument._cli.output import AllowPickle, Json, check_output, note, print_json, progress, reporting_errors
 
 _EPILOG = (
     "Examples: slime-instrument convert train_data/0_*.pt -o 0.pt --rollout rollout_data/0.pt; "
@@ -17,7 +17,9 @@ _Size = Annotated[int | None, typer.Option(min=1, metavar="N", help="Size of the
 
 
 def convert(
-    old: Annotated[list[Path], typer.Argument(metavar="OLD...", help="The per-rank files of one rollout.")],
+    old: Annotated[
+        list[Path], typer.Argument(metavar="OLD...", help="The per-rank files of one rollout, or a folder of them.")
+    ],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE.pt", help="The v2 file to write.")],
     rollout: Annotated[
         Path | None, typer.Option(metavar="DUMP", help="The rollout dump: proves each sample's position.")
@@ -38,15 +40,17 @@ def convert(
     """
     with reporting_errors(as_json=json), progress("converting"):
         from slime_instrument._convert import convert_files
+        from slime_instrument._format.pairs import dump_files
 
+        check_output(output)
         converted = convert_files(
-            old, output, rollout=rollout, allow_pickle=allow_pickle, tp=tp, pp=pp, cp=cp, dp=dp, order=order
+            dump_files(old), output, rollout=rollout, allow_pickle=allow_pickle, tp=tp, pp=pp, cp=cp, dp=dp, order=order
         )
     if json:
         print_json({**converted.as_dict(), "output": str(output)})
         return
     for warning in converted.warnings:
-        note(f"slime-instrument: warning: {warning}")
+        note(f"slime_instrument: warning: {warning}")
     layout = converted.layout
     print(
         f"{output}: {len(converted.payload['samples'])} samples from {len(converted.dump.paths)} files "

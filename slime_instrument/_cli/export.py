@@ -8,7 +8,19 @@ from typing import Annotated
 
 import typer
 
-from slime_instrument._cli.output import AllowPickle, Json, fail, print_json, progress, reporting_errors
+from slime_instrument._cli.output import (
+    CANNOT_LOOK,
+    AllowPickle,
+    Json,
+    check_output,
+    counted,
+    fail,
+    finish,
+    note,
+    print_json,
+    progress,
+    reporting_errors,
+)
 
 _EPILOG = (
     "Examples: slime-instrument export train_data/0.pt -o 0.parquet --level token; "
@@ -30,7 +42,10 @@ def export(
     allow_pickle: AllowPickle = False,
     json: Json = False,
 ) -> None:
-    """Write dumps as one Parquet table with a stable, versioned schema."""
+    """Write dumps as one Parquet table with a stable, versioned schema.
+
+    Exit status 2: a file could not be read; the others are in the table.
+    """
     try:
         import polars  # noqa: F401  (said here, before any file is opened)
     except ImportError:
@@ -39,12 +54,18 @@ def export(
         from slime_instrument._analysis.export import SCHEMA_VERSION
         from slime_instrument._analysis.export import export as write
 
-        n = write(dumps, output, level=level.value, allow_pickle=allow_pickle)
+        check_output(output, (".parquet", ".pq"))
+        unreadable: list[Exception] = []
+        n = write(dumps, output, level=level.value, allow_pickle=allow_pickle, on_unreadable=unreadable.append)
+    for error in unreadable:
+        note(f"slime_instrument: not used: {error}")
     record = {"output": str(output), "level": level.value, "n_rows": n, "schema_version": SCHEMA_VERSION}
     if json:
         print_json(record)
     else:
-        print(f"{output}: {n} rows, one per {level.value}, schema version {SCHEMA_VERSION}")
+        print(f"{output}: {counted(n, 'row')}, one per {level.value}, schema version {SCHEMA_VERSION}")
+    if unreadable:
+        finish(CANNOT_LOOK)
 
 
 def register(app: typer.Typer) -> None:

@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slime_instrument._cli.output import AllowPickle, Json, console, note, print_json, progress, reporting_errors, shown
+from slime_instrument._cli.output import (
+    AllowPickle,
+    Json,
+    UsageError,
+    check_output,
+    console,
+    counted,
+    note,
+    print_json,
+    progress,
+    reporting_errors,
+    shown,
+)
 
 if TYPE_CHECKING:
     from slime_instrument._extract import Extract
@@ -29,7 +41,7 @@ class SplitBy(str, Enum):
 
 
 def extract(
-    rollout: Annotated[Path, typer.Argument(metavar="ROLLOUT", help="A rollout dump.")],
+    rollout: Annotated[Path, typer.Argument(metavar="FOLDER | ROLLOUT", help="A rollout dump, or a folder with one.")],
     train: Annotated[
         list[Path] | None, typer.Argument(metavar="[TRAIN...]", help="Its train dump, for --worst and --finding.")
     ] = None,
@@ -56,12 +68,28 @@ def extract(
     with reporting_errors(as_json=json), progress("reading"):
         from slime_instrument import _extract
         from slime_instrument._analysis.read_pair import read_pair
-        from slime_instrument._format.pairs import FilePair
+        from slime_instrument._errors import five_parts
+        from slime_instrument._format.pairs import FilePair, find_pairs
 
         if sum(one is not None for one in (worst, samples, finding)) > 1:
             raise typer.BadParameter("give one of --worst, --samples and --finding")
         if worst is None and samples is None and finding is None and split_by is None:
             raise typer.BadParameter("give --worst, --samples, --finding or --split-by")
+        check_output(out)
+        if rollout.is_dir() and not train:
+            pairing = find_pairs([rollout], allow_pickle=allow_pickle)
+            if len(pairing.pairs) != 1:
+                ids = ", ".join(str(one.rollout_id) for one in pairing.pairs)
+                raise UsageError(
+                    five_parts(
+                        str(rollout),
+                        expected="the dumps of one rollout",
+                        found=f"those of rollouts {ids}" if ids else "no pair of dumps",
+                        follows="Nothing was written.",
+                        next_step="Give the rollout dump and its train dump.",
+                    )
+                )
+            rollout, train = pairing.pairs[0].rollout, list(pairing.pairs[0].train)
         if not train and (worst is not None or finding is not None or split_by is SplitBy.finding):
             raise typer.BadParameter("--worst, --finding and --split-by finding need the train dump as well")
         pair = None
@@ -90,14 +118,14 @@ def extract(
 
 def _print(one: Extract) -> None:
     label = f" ({shown(one.label)})" if one.label else ""
-    groups = "1 group" if one.n_groups == 1 else f"{one.n_groups} groups"
     out = console()
-    out.print(f"{shown(one.path)}{label}: {len(one.positions)} samples in {groups}, {len(one.chosen)} of them chosen")
+    samples, groups = counted(len(one.positions), "sample"), counted(one.n_groups, "group")
+    out.print(f"{shown(one.path)}{label}: {samples} in {groups}, {len(one.chosen)} of them chosen")
     out.print(f"  positions {', '.join(map(str, one.positions))}")
     out.print("  train it with the run's own arguments and these in place of its own:")
     out.print(f"  {shown(one.command)}")
     for warning in one.warnings:
-        note(f"slime-instrument: {one.path}: {warning}")
+        note(f"slime_instrument: {one.path}: {warning}")
 
 
 def _positions(text: str) -> list[int]:

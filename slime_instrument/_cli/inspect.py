@@ -7,13 +7,28 @@ from typing import Annotated, Any
 
 import typer
 
-from slime_instrument._cli.output import AllowPickle, Json, console, print_json, reporting_errors, shown
+from slime_instrument._cli.output import (
+    CANNOT_LOOK,
+    AllowPickle,
+    Json,
+    UsageError,
+    console,
+    counted,
+    finish,
+    note,
+    print_json,
+    reporting_errors,
+    shown,
+)
+from slime_instrument._errors import DumpFormatError
 
 _EPILOG = "Example: slime-instrument inspect dumps/train_data/0.pt --sample 3"
 
 
 def inspect(
-    dump: Annotated[Path, typer.Argument(metavar="DUMP", help="A train dump (v2 or old) or a rollout dump.")],
+    dump: Annotated[
+        Path, typer.Argument(metavar="DUMP", help="A train dump (v2 or old), a rollout dump, or a folder of them.")
+    ],
     sample: Annotated[
         int | None, typer.Option("--sample", metavar="N", help="Show every field of the sample at this position.")
     ] = None,
@@ -24,6 +39,9 @@ def inspect(
     with reporting_errors(as_json=json):
         from slime_instrument._format.summary import inspect_dump
 
+        if dump.is_dir():
+            _each(dump, sample, allow_pickle=allow_pickle, as_json=json)
+            return
         record = inspect_dump(dump, sample=sample, allow_pickle=allow_pickle)
         if json:
             print_json(record)
@@ -31,11 +49,37 @@ def inspect(
             _print(record)
 
 
+def _each(folder: Path, sample: int | None, *, allow_pickle: bool, as_json: bool) -> None:
+    """One line per dump of a folder; a file that cannot be read is named, and the others are shown."""
+    from slime_instrument._format.pairs import dump_files
+    from slime_instrument._format.summary import inspect_dump
+
+    files = dump_files([folder])
+    if not files:
+        raise UsageError(f"{folder}: holds no dumps. Nothing was shown.")
+    records = []
+    for file in files:
+        try:
+            records.append(inspect_dump(file, sample=sample, allow_pickle=allow_pickle))
+        except (DumpFormatError, OSError) as error:
+            note(str(error) if isinstance(error, DumpFormatError) else f"{file}: {error.strerror or error}")
+    if as_json:
+        print_json({"files": records})
+    else:
+        for one in records:
+            samples = counted(one["n_samples"], "sample")
+            console().print(
+                shown(f"{one['file']}: {one['kind']}, rollout {one['rollout_id']}, {samples}, {one['bytes']} bytes")
+            )
+    if len(records) < len(files):
+        finish(CANNOT_LOOK)
+
+
 def _print(record: dict[str, Any]) -> None:
     out = console()
     version = f", format version {record['format_version']}" if record["format_version"] is not None else ""
     out.print(shown(f"{record['file']}: {record['kind']}{version}, {record['bytes']} bytes"))
-    out.print(f"rollout {record['rollout_id']}, {record['n_samples']} samples")
+    out.print(f"rollout {record['rollout_id']}, {counted(record['n_samples'], 'sample')}")
     for shard in record["dp_shards"]:
         rank = shard.get("data_parallel_rank")
         whose = (

@@ -11,11 +11,12 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from slime_instrument._errors import InstrumentError
+from slime_instrument._errors import InstrumentError, five_parts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,6 +67,47 @@ def note(text: str) -> None:
     print(_printable(text), file=sys.stderr)
 
 
+def counted(n: int, noun: str) -> str:
+    """``1 error``, ``2 errors``."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def bar(share: float, width: int) -> str:
+    """A bar for a share of 1; a share above 0 is never invisible."""
+    full, least = "█", "▏"
+    try:
+        (full + least).encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        full, least = "#", "."
+    return full * round(width * share) or (least if share else "")
+
+
+def check_output(path: Path, suffixes: tuple[str, ...] = ()) -> None:
+    """Refuse a file that cannot be what was asked for, or has nowhere to stand, before hours are spent on its content.
+
+    Raises:
+        UsageError: another suffix than those given, or no such folder.
+    """
+    found = None
+    if suffixes and path.suffix not in suffixes:
+        found = f"{path.suffix or 'no suffix'}, of which nothing here writes the format"
+    elif not path.parent.is_dir():
+        found = f"no folder {path.parent}"
+    elif path.is_dir():
+        found = "a folder"
+    if found is not None:
+        what = f"a file name that ends in {' or '.join(suffixes)}" if suffixes else "a file name"
+        raise UsageError(
+            five_parts(
+                f"-o {path}",
+                expected=f"{what}, in a folder that is there",
+                found=found,
+                follows="Nothing was written.",
+                next_step="Name another file, or make the folder.",
+            )
+        )
+
+
 def finish(code: int) -> NoReturn:
     """End the command with an exit status."""
     raise typer.Exit(code)
@@ -74,7 +116,7 @@ def finish(code: int) -> NoReturn:
 def fail(message: str, *, as_json: bool = False) -> NoReturn:
     """End a command that could not look: one line on stderr, and with ``--json`` a document that says so."""
     line = " ".join(message.split())
-    note(line if line.startswith("slime_instrument") else f"slime-instrument: {line}")
+    note(line if line.startswith("slime_instrument: ") else f"slime_instrument: {line}")
     if as_json:
         print_json({"error": line})
     finish(CANNOT_LOOK)
@@ -87,8 +129,6 @@ def reporting_errors(*, as_json: bool = False) -> Iterator[None]:
         yield
     except InstrumentError as error:
         fail(str(error), as_json=as_json)
-    except BrokenPipeError:
-        raise
     except OSError as error:
         where = f"{error.filename}: " if error.filename is not None else ""
         fail(f"{where}{error.strerror or error}", as_json=as_json)

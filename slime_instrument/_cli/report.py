@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slime_instrument._cli.output import AllowPickle, Json, fail, note, print_json, progress, reporting_errors
+from slime_instrument._cli.output import (
+    AllowPickle,
+    Json,
+    check_output,
+    counted,
+    fail,
+    note,
+    print_json,
+    progress,
+    reporting_errors,
+)
 
 if TYPE_CHECKING:
     from slime_instrument._report.build import Report
@@ -27,6 +37,10 @@ def report(
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A local tokenizer folder: shows tokens as text.")
     ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(metavar="NAME:PARAMETER=VALUE,VALUE,…", help="Draw what-if's sweep of a correction as a curve."),
+    ] = None,
     allow_pickle: AllowPickle = False,
     json: Json = False,
 ) -> None:
@@ -39,14 +53,23 @@ def report(
             import jinja2  # noqa: F401
         except ImportError:
             fail("the report needs jinja2: pip install 'slime-instrument[report]'", as_json=json)
+        from slime_instrument._analysis.corrections import parse_sweep
         from slime_instrument._report.build import write_report
 
+        check_output(out)
         with progress("reading") as say:
-            written = write_report(dumps, out, tokenizer=tokenizer, allow_pickle=allow_pickle, progress=say)
+            written = write_report(
+                dumps,
+                out,
+                tokenizer=tokenizer,
+                allow_pickle=allow_pickle,
+                sweep=parse_sweep(sweep) if sweep else None,
+                progress=say,
+            )
         for one in written.skipped[:_SHOWN]:
-            note(f"slime-instrument: not used: {one.file}: {one.reason}")
+            note(f"slime_instrument: not used: {one.file}: {one.reason}")
         if len(written.skipped) > _SHOWN:
-            note(f"slime-instrument: and {len(written.skipped) - _SHOWN} more files not used")
+            note(f"slime_instrument: and {len(written.skipped) - _SHOWN} more files not used")
         if json:
             print_json(written.as_dict())
         else:
@@ -59,7 +82,7 @@ def _print(written: Report) -> None:
         print(f"  {question}: {answer}")
     for one in written.left_out:
         print(f"  left out: {one}")
-    print(f"{written.path}: {len(written.pairs)} rollouts, {written.size / 1e6:.1f} MB")
+    print(f"{written.path}: {counted(len(written.pairs), 'rollout')}, {written.size / 1e6:.1f} MB")
 
 
 def register(app: typer.Typer) -> None:

@@ -20,7 +20,8 @@ def status(
 ) -> None:
     """Show the settings and patches of this environment; with FOLDER, which rollouts of a run have a dump, and why not.
 
-    Exit status with FOLDER: 1 when a dump or a field was lost, 2 when the folder has no journal.
+    Exit status: 1 when a setting has a bad value; with FOLDER 1 when a dump or a field was lost, 2 when it has no
+    journal.
     """
     with reporting_errors(as_json=json):
         if folder is not None:
@@ -30,10 +31,17 @@ def status(
             print_json(journal.as_dict()) if json else print(journal)
             raise typer.Exit(FINE if journal.healthy else WRONG)
         import slime_instrument
+        from slime_instrument._errors import SettingsError
         from slime_instrument._installation import advice
+        from slime_instrument._settings import Settings
 
         current = slime_instrument.status()
         print_json(current.as_dict()) if json else print(current)
+        try:
+            Settings.from_environment()
+        except SettingsError as error:
+            note(str(error))
+            raise typer.Exit(WRONG) from None
         missing = advice()
         if missing is not None:
             note(f"slime_instrument: {missing}.")

@@ -14,6 +14,7 @@ from slime_instrument._cli.output import (
     Json,
     UsageError,
     console,
+    counted,
     finish,
     note,
     print_json,
@@ -49,7 +50,7 @@ def validate(
             raise UsageError(f"{dumps[0]}: holds no dumps. Nothing was validated.")
         report = validate_files(files, rollout=rollout, allow_pickle=allow_pickle)
     for problem in report.unreadable:
-        note(f"slime-instrument: {problem.message}")
+        note(f"slime_instrument: {problem.message}")
     if json:
         print_json(report.as_dict())
     else:
@@ -57,8 +58,9 @@ def validate(
         _print("warning", report.warnings)
         looked = len(files) - len(report.unreadable)
         print(
-            f"{looked} of {len(files)} files read: {len(report.errors) - len(report.unreadable)} errors, "
-            f"{len(report.warnings)} warnings"
+            f"{looked} of {counted(len(files), 'file')} read: "
+            f"{counted(len(report.errors) - len(report.unreadable), 'error')}, "
+            f"{counted(len(report.warnings), 'warning')}"
         )
     if report.unreadable:
         finish(CANNOT_LOOK)

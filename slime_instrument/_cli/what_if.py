@@ -12,6 +12,7 @@ from slime_instrument._cli.output import (
     CANNOT_LOOK,
     AllowPickle,
     Json,
+    bar,
     console,
     finish,
     note,
@@ -63,14 +64,15 @@ def what_if(
             return
         if not dumps:
             raise typer.BadParameter("needs dumps: a --dump-details folder, or the dumps of both sides")
-        chosen = [parse_policy(one) for one in policy or ()] + (parse_sweep(sweep) if sweep else [])
+        swept = parse_sweep(sweep) if sweep else None
+        chosen = [*map(parse_policy, policy or ()), *(swept.policies if swept else ())]
         result, skipped = _try(dumps, chosen or list(PRESETS.values()), allow_pickle)
     for one in skipped:
-        note(f"slime-instrument: not used: {one['file']}: {one['reason']}")
+        note(f"slime_instrument: not used: {one['file']}: {one['reason']}")
     if json:
         print_json({**result.as_dict(), "skipped_files": skipped})
-    elif sweep and not policy:
-        _print_sweep(result, sweep)
+    elif swept and not policy:
+        _print_sweep(result, swept.parameter)
     else:
         _print_table(result)
         for effect in result.effects if chosen else ():
@@ -105,14 +107,18 @@ def _print_list(policies: Sequence[Policy], *, as_json: bool) -> None:
             [{"name": one.name, "framework": one.framework, "parameters": dict(one.parameters)} for one in policies]
         )
         return
+    from slime_instrument._analysis.corrections import shown_value
+
     table = _table("policy", "framework", "parameters")
     for one in policies:
-        parameters = ", ".join(f"{key}={_value(value)}" for key, value in one.parameters.items())
+        parameters = ", ".join(f"{key}={shown_value(value)}" for key, value in one.parameters.items())
         table.add_row(one.name, one.framework + (" (on by default)" if one.on_by_default else ""), parameters)
     console().print(table)
 
 
 def _print_table(result: WhatIf) -> None:
+    from slime_instrument._analysis.corrections import label
+
     table = _table(
         "policy",
         "framework",
@@ -126,7 +132,7 @@ def _print_table(result: WhatIf) -> None:
     for effect in result.effects:
         total = effect.total
         table.add_row(
-            _label(effect.policy),
+            label(effect.policy),
             effect.policy.framework,
             _share(total.tokens_dropped, total.n_tokens),
             _share(total.sequences_dropped, total.n_sequences),
@@ -152,8 +158,10 @@ def _print_table(result: WhatIf) -> None:
 
 
 def _print_splits(effect: Effect) -> None:
+    from slime_instrument._analysis.corrections import label
+
     out = console()
-    out.print(f"\n{shown(_label(effect.policy))}")
+    out.print(f"\n{shown(label(effect.policy))}")
     table = _table("by", "group", "tokens", "dropped", "clipped", "mean weight", "|A·w| kept")
     for by, groups in effect.splits.items():
         for name, tally in groups.items():
@@ -180,17 +188,17 @@ def _print_splits(effect: Effect) -> None:
     out.print(table)
 
 
-def _print_sweep(result: WhatIf, sweep: str) -> None:
-    parameter = sweep.rpartition("=")[0].rpartition(":")[2].rpartition(",")[2]
+def _print_sweep(result: WhatIf, parameter: str) -> None:
+    from slime_instrument._analysis.corrections import shown_value
+
     table = _table(parameter, "dropped or clipped", "", "mean weight", "ess", "|A·w| kept")
     for effect in result.effects:
         total = effect.total
         touched = total.tokens_dropped + total.tokens_clipped
-        bar = "█" * round(_BAR * touched / total.n_tokens) if total.n_tokens else ""
         table.add_row(
-            _value(effect.policy.parameters[parameter]),
+            shown_value(effect.policy.parameters[parameter]),
             _share(touched, total.n_tokens),
-            bar or ("▏" if touched else ""),
+            bar(touched / total.n_tokens, _BAR) if total.n_tokens else "",
             _number(total.mean_weight),
             _number(total.ess),
             _number(total.advantage_kept),
@@ -205,18 +213,6 @@ def _table(*headings: str) -> Any:
     for heading in headings:
         table.add_column(heading)
     return table
-
-
-def _label(policy: Policy) -> str:
-    from slime_instrument._analysis.corrections import PRESETS
-
-    default = PRESETS[policy.name].parameters
-    changed = ",".join(f"{key}={_value(value)}" for key, value in policy.parameters.items() if value != default[key])
-    return f"{policy.name}:{changed}" if changed else policy.name
-
-
-def _value(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value).lower() if value is None else str(value)
 
 
 def _share(part: int, whole: int) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slime_instrument._analysis.compare import Comparison
+from slime_instrument._analysis.diagnosis import Finding
 from slime_instrument._analysis.evidence import View
 from slime_instrument._analysis.groups import outliers
 from slime_instrument._analysis.metrics import Metrics, WorstToken
@@ -78,8 +79,26 @@ def judged(compared: Comparison, name: str) -> Judged:
     return Judged(name, compared.metrics, codes, compared.worst, answer(compared))
 
 
-def answer_all(rollouts: Sequence[Judged]) -> Answers:
-    """The answers about all rollouts of a report, in order."""
+def answer_all(rollouts: Sequence[Judged], spikes: Sequence[Finding] = ()) -> Answers:
+    """The answers about all rollouts of a report, in order.
+
+    Args:
+        rollouts: each of them.
+        spikes: optimizer steps whose gradient norm stands out.
+    """
+    told = _together(rollouts)
+    rows = [("Gradient norm", f"{one.message[0].upper()}{one.message[1:]}", _link(one)) for one in spikes]
+    return replace(told, answers=[*told.answers, *rows])
+
+
+def _link(spike: Finding) -> str:
+    """To the sample that carries the most of it."""
+    if not spike.samples:
+        return ""
+    return f"#r={spike.evidence['rollout']}&s={spike.evidence['shares'][0]['position']}"
+
+
+def _together(rollouts: Sequence[Judged]) -> Answers:
     verdict = worst_of([one.told.verdict for one in rollouts], [one.name for one in rollouts])
     if len(rollouts) <= 1:
         return rollouts[0].told if rollouts else Answers(verdict)

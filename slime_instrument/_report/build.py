@@ -5,18 +5,23 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime_instrument._analysis.compare import Comparison, compare
+from slime_instrument._analysis.corrections import Sweep
+from slime_instrument._analysis.gradient import loss_gradient
+from slime_instrument._analysis.read_pair import read_pair
+from slime_instrument._analysis.spikes import spikes, step_norms
+from slime_instrument._analysis.what_if import rollout_of, what_if
 from slime_instrument._errors import DumpFormatError, five_parts
 from slime_instrument._format.pairs import FilePair, Pairing, Skipped, find_pairs, no_pairs
 from slime_instrument._format.values import plain_value
 from slime_instrument._report.answers import Answers, Judged, answer_all, judged
 from slime_instrument._report.budget import Block, Keeper
-from slime_instrument._report.charts import density, histogram
+from slime_instrument._report.charts import curve, density, histogram
 from slime_instrument._report.page import Page, json_in_html
 from slime_instrument._report.rows import COLUMNS, sample_rows
 from slime_instrument._report.text import decoder, texts
@@ -60,6 +65,7 @@ def write_report(
     tokenizer: Path | None = None,
     allow_pickle: bool = False,
     limit_mb: float = LIMIT_MB,
+    sweep: Sweep | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
     """Compare every pair among ``given`` and write the page.
@@ -69,6 +75,7 @@ def write_report(
         out: the HTML file; its folder is created.
         tokenizer: a local folder whose tokenizer turns ids into text.
         allow_pickle: read rollout dumps with arbitrary objects; this can run code from them.
+        sweep: a correction of the mismatch at several thresholds, to be drawn as a curve; reads the dumps once more.
         limit_mb: how large the file may become, in MB of 10^6 bytes.
         progress: told what is being done.
 
@@ -91,6 +98,7 @@ def write_report(
     tables: list[str] = []
     every: list[Judged] = []
     used: list[FilePair] = []
+    norms: list[Mapping[int, float]] = []
     for pair in pairing.pairs:
         say(f"comparing {pair.rollout.name}, {len(used) + 1} of {len(pairing.pairs)}")
         try:
@@ -105,6 +113,7 @@ def write_report(
         tables.append(deflated(rows))
         every.append(told)
         used.append(pair)
+        norms.append(step_norms(compared.train_dump.provenance))
     if not used:
         raise no_pairs(given, Pairing((), tuple(skipped)), "No report was written.")
     # Beside the blocks: each has a tag, and the words of the tokens come last.
@@ -121,8 +130,20 @@ def write_report(
     words = (
         texts((token for block in blocks for token in set(block.ids.tolist())), decode) if decode is not None else {}
     )
+    drawn = None
+    if sweep is not None:
+        say(f"trying {sweep.parameter}")
+        again = (rollout_of(read_pair(pair, allow_pickle=allow_pickle)) for pair in used)
+        drawn = curve(sweep, what_if(again, sweep.policies))
     say("writing")
-    overall = answer_all(every)
+    overall = answer_all(
+        every,
+        spikes(
+            norms,
+            [one.name for one in every],
+            lambda i: loss_gradient(read_pair(used[i], allow_pickle=allow_pickle)),
+        ),
+    )
     size = page.write(
         out,
         overall=overall,
@@ -133,6 +154,7 @@ def write_report(
         columns=COLUMNS,
         skipped=[one.as_dict() for one in skipped],
         left_out=left_out,
+        sweep=drawn,
     )
     return Report(out, used, skipped, overall, size, left_out)
 

@@ -1,4 +1,4 @@
-"""Counts behind the charts of one rollout. Numbers only; the page draws them."""
+"""Numbers behind the charts; the page draws them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from slime_instrument._analysis.corrections import PRESETS, Sweep, label
 from slime_instrument._analysis.statistics import percentiles
 from slime_instrument._analysis.table import TokenTable
+from slime_instrument._analysis.what_if import WhatIf
 
-__all__ = ["density", "histogram", "round_up"]
+__all__ = ["curve", "density", "histogram", "round_up"]
 
 _BINS = 61  # odd: the middle bar is δ around 0
 _COLUMNS, _ROWS = 40, 31
@@ -66,3 +68,23 @@ def density(table: TokenTable) -> dict[str, Any] | None:
 def _limit(table: TokenTable) -> float:
     (limit,) = percentiles(table.size, (0.995,))
     return round_up(limit)
+
+
+def curve(sweep: Sweep, result: WhatIf) -> dict[str, Any]:
+    """What each value of a sweep's parameter does to the tokens of all rollouts."""
+    totals = [effect.total for effect in result.effects]
+    first = sweep.policies[0]
+    return {
+        "policy": label(first.changed(**{sweep.parameter: PRESETS[first.name].parameters[sweep.parameter]})),
+        "framework": first.framework,
+        "parameter": sweep.parameter,
+        "values": [effect.policy.parameters[sweep.parameter] for effect in result.effects],
+        "n_tokens": totals[0].n_tokens if totals else 0,
+        "touched": [
+            (one.tokens_dropped + one.tokens_clipped) / one.n_tokens if one.n_tokens else None for one in totals
+        ],
+        "mean_weight": [one.mean_weight for one in totals],
+        "ess": [one.ess for one in totals],
+        "advantage_kept": [one.advantage_kept for one in totals],
+        "skipped": list(result.skipped.values()),
+    }

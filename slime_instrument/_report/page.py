@@ -58,6 +58,7 @@ class Page:
         columns: Sequence[str],
         skipped: Sequence[dict[str, str]],
         left_out: Sequence[str],
+        sweep: dict[str, Any] | None = None,
     ) -> int:
         """Write the file and return its size in bytes. OSError where that cannot be done."""
         import jinja2
@@ -74,6 +75,7 @@ class Page:
             "marks": MARKS,
             "words": words is not None,
             "start": _start(rollouts),
+            "sweep": sweep,
         }
         blobs = [(f"rows-{i}", table) for i, table in enumerate(tables)]
         blobs += [("words", words)] if words is not None else []
@@ -99,6 +101,8 @@ class Page:
         try:
             part.write_bytes(content)
             os.replace(part, out)
+        except OSError as error:  # that of the file asked for, not of the one beside it
+            raise OSError(error.errno, error.strerror, str(out)) from error
         finally:
             part.unlink(missing_ok=True)
         return len(content)

@@ -20,6 +20,9 @@ def decoder(folder: Path) -> Callable[[int], str]:
     Raises:
         TokenizerError: no tokenizer there, or neither library is installed.
     """
+    if not folder.exists() or (folder.is_dir() and not any(folder.glob("*token*"))):
+        found = "no tokenizer in it" if folder.exists() else "no such folder"
+        raise _unusable(folder, found, "Give the folder that holds tokenizer.json.")
     file = folder / "tokenizer.json" if folder.is_dir() else folder
     try:
         if file.is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import ClassVar
 from rich.text import Text
 from textual import work
 from textual.app import App, ComposeResult
-from textual.binding import BindingType
+from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable, Footer, Header, Input, Static
 from textual.worker import get_current_worker
 
+from slime_instrument._errors import InstrumentError, five_parts
 from slime_instrument._view.columns import COLUMNS, cell, ordered, value_of
 from slime_instrument._view.heat import MODES, PAGE, Tokens
 from slime_instrument._view.source import Row, Source, choose_files
@@ -28,18 +30,32 @@ _BREATH_S = 0.005  # after each sample, so that keys are answered while the othe
 def view_dumps(
     given: Sequence[Path], *, rollout: int | None = None, tokenizer: Path | None = None, allow_pickle: bool = False
 ) -> None:
-    """Open the viewer on dumps and return when the user leaves it. Errors as of the readers, before it opens."""
-    train, source = choose_files(given, rollout, allow_pickle=allow_pickle)
+    """Open the viewer on dumps and return when the user leaves it. Errors as of the readers, before it opens;
+    InstrumentError where there is no terminal to show it on."""
+    files, at = choose_files(given, rollout, allow_pickle=allow_pickle)
+    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
+        raise InstrumentError(
+            five_parts(
+                "slime-instrument view",
+                expected="a terminal",
+                found="a pipe or a file",
+                follows="Nothing is shown.",
+                next_step="slime-instrument report writes a page, compare --json a document.",
+            )
+        )
     decode = None
     if tokenizer is not None:
         from slime_instrument._report.text import decoder
 
         decode = decoder(tokenizer)
-    Viewer(Source(train, source, allow_pickle=allow_pickle), decode).run()
+    by: int | None = 0
+    while by is not None:
+        at = min(max(at + by, 0), len(files) - 1)
+        by = Viewer(Source(*files[at], allow_pickle=allow_pickle), decode).run()
 
 
-class Viewer(App[None]):
-    """Shows one train dump."""
+class Viewer(App[int]):
+    """Shows one train dump; ends with how many rollouts further the user wants to look, or None."""
 
     CSS = """
     DataTable { height: 45%; }
@@ -49,18 +65,21 @@ class Viewer(App[None]):
     #detail { color: $text; background: $panel; }
     #scroll { height: 1fr; padding: 0 1; }
     """
+    ENABLE_COMMAND_PALETTE = False  # its key would push ours off a narrow terminal
     BINDINGS: ClassVar[list[BindingType]] = [
-        ("n", "worst_token(1)", "Next worst token"),
-        ("p", "worst_token(-1)", "Previous"),
-        ("j", "worst_sample(1)", "Next worst sample"),
-        ("k", "worst_sample(-1)", "Previous"),
-        ("s", "sort", "Sort"),
-        ("slash", "search", "Search"),
-        ("c", "colour", "Colour"),
-        ("right", "neighbour(1)", "Token"),
-        ("left", "neighbour(-1)", "Token"),
-        ("escape", "leave_search", ""),
-        ("q", "quit", "Quit"),
+        Binding("n", "worst_token(1)", "Token", key_display="n/p"),
+        Binding("p", "worst_token(-1)", show=False),
+        Binding("j", "worst_sample(1)", "Sample", key_display="j/k"),
+        Binding("k", "worst_sample(-1)", show=False),
+        Binding("right_square_bracket", "exit(1)", "Rollout", key_display="[/]"),
+        Binding("left_square_bracket", "exit(-1)", show=False),
+        Binding("s", "sort", "Sort"),
+        Binding("slash", "search", "Search", key_display="/"),
+        Binding("c", "colour", "Colour"),
+        Binding("right", "neighbour(1)", show=False),
+        Binding("left", "neighbour(-1)", show=False),
+        Binding("escape", "leave_search", show=False),
+        Binding("q", "quit", "Quit"),
     ]
 
     def __init__(self, source: Source, decode: Callable[[int], str] | None = None) -> None:
@@ -220,6 +239,10 @@ class Viewer(App[None]):
             at = order.index(self.chosen) + by if self.chosen in order else 0
             row = order[min(max(at, 0), len(order) - 1)]
             self.query_one(DataTable).move_cursor(row=self.shown.index(row))
+
+    def action_exit(self, by: int) -> None:
+        """Look at another rollout of the folder."""
+        self.exit(by)
 
     def action_sort(self) -> None:
         names = [name for _, name in COLUMNS]

@@ -14,7 +14,7 @@ from typing import Any
 from slime_instrument._analysis.table import TokenTable, tabulate
 from slime_instrument._analysis.verdict import Verdict
 from slime_instrument._errors import DumpFormatError, five_parts
-from slime_instrument._format.dumps import TrainDump, read_rollout_dump, read_train_dump
+from slime_instrument._format.dumps import TrainDump, read_rollout_dump, read_train_dump, rollout_id_of
 from slime_instrument._format.join import Pair
 from slime_instrument._format.pairs import find_pairs
 from slime_instrument._format.values import number, whole_number
@@ -110,8 +110,10 @@ class Source:
         return [f"verdict: {compared.verdict.text}", *(f"{one.code}: {one.message}" for one in compared.findings)]
 
 
-def choose_files(given: Sequence[Path], rollout: int | None, *, allow_pickle: bool = False) -> tuple[Path, Path | None]:
-    """The train dump and, where there is one, the rollout dump to look at.
+def choose_files(
+    given: Sequence[Path], rollout: int | None, *, allow_pickle: bool = False
+) -> tuple[list[tuple[Path, Path | None]], int]:
+    """Each train dump with its rollout dump, where there is one, in the order of rollouts; and which to look at first.
 
     Args:
         given: folders, a train dump, or a train dump and a rollout dump, in any order.
@@ -127,13 +129,14 @@ def choose_files(given: Sequence[Path], rollout: int | None, *, allow_pickle: bo
         (one.rollout_id, one.train[0], one.rollout) for one in pairing.pairs
     ]
     lone = [one.lone for one in pairing.skipped if one.lone is not None]
-    found += [(one.rollout_id, one.path, None) for one in lone if one.kind.startswith("train")]
-    if rollout is not None:
-        found = [one for one in found if one[0] == rollout]
-    if not found:
+    # Opening what cannot be read says what is wrong with it, beside the train dump.
+    broken = {rollout_id_of(one.file): one.file for one in pairing.unreadable}
+    found += [(one.rollout_id, one.path, broken.get(one.rollout_id)) for one in lone if one.kind.startswith("train")]
+    found.sort(key=lambda one: -1 if one[0] is None else one[0])
+    wanted = [i for i, one in enumerate(found) if rollout in (None, one[0])]
+    if not wanted:
         raise _nothing(given[0], f"a train dump of rollout {rollout}" if rollout is not None else "a train dump")
-    _, train, source = max(found, key=lambda one: -1 if one[0] is None else one[0])
-    return train, source
+    return [(train, source) for _, train, source in found], wanted[-1]
 
 
 def _nothing(where: Path, expected: str) -> DumpFormatError:

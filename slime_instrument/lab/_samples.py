@@ -159,8 +159,10 @@ def make_samples(
         noise = [-rng.random() * 4 for _ in range(shape.response)]
         sample.rollout_log_probs = noise if known is None else list(known.get(position, noise))
         sample.loss_mask = [int(rng.random() < 0.9) * (shape.kind != "masked") for _ in range(shape.response)]
-        sample.remove_sample = shape.kind == "removed"
-        sample.rollout_id = shape.rollout
+        later = {"remove_sample": shape.kind == "removed", "rollout_id": shape.rollout, "group_id": shape.rollout}
+        for field, value in later.items():
+            if field in Sample.__dataclass_fields__:  # a release that lacks one refuses it when it loads the dump
+                setattr(sample, field, value)
         sample.group_index = position // args.n_samples_per_prompt
         _extras.add_to(sample, args, position, extra)
         if keep_dropped or shape.kind != "dropped":

@@ -118,7 +118,7 @@ def test_a_policy_is_named_with_its_own_parameters(text: str, parameters: dict[s
 
 
 def test_a_sweep_is_one_policy_for_each_value() -> None:
-    swept = parse_sweep("slime-icepop:tis_clip_low=0.5,tis_clip=1.5,2,4")
+    swept = parse_sweep("slime-icepop:tis_clip_low=0.5,tis_clip=1.5,2,4").policies
     assert [dict(one.parameters) for one in swept] == [
         {"tis_clip": value, "tis_clip_low": 0.5} for value in (1.5, 2.0, 4.0)
     ]

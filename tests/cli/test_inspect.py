@@ -34,7 +34,7 @@ def test_inspect_prints_plain_text_in_a_pipe(call: Any, dump: Path) -> None:
 def test_a_sample_that_is_not_there_is_exit_2_with_a_clear_line(call: Any, dump: Path, as_json: bool) -> None:
     outcome = call("inspect", dump, "--sample", "2", *(["--json"] if as_json else []))
     assert outcome.code == 2
-    assert outcome.err == f"slime-instrument: {dump}: has samples 0 to 1, but sample 2 was asked for.\n"
+    assert outcome.err == f"slime_instrument: {dump}: has samples 0 to 1, but sample 2 was asked for.\n"
     if as_json:
         assert "sample 2 was asked for" in strict(outcome.out)["error"]
     else:

@@ -34,7 +34,7 @@ def test_the_verdict_is_printed_and_a_fault_in_the_data_is_no_failure(call: Any,
     run = write_run(tmp_path / "run", samples=16, change=one_bad_token)
     outcome = call("report", run / "rollout_data" / "0.pt", run / "train_data" / "0.pt", "-o", tmp_path / "page.html")
     assert outcome.code == 0
-    assert outcome.out.startswith("Rollout and training agree, but single tokens stand out: up to 3 nats.\n")
+    assert outcome.out.startswith("Unexplained: differs more than kernels do, cause not shown; ")
     assert "Worst token: Sample 5, token 7" in outcome.out
 
 

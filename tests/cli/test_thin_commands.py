@@ -49,7 +49,7 @@ def test_an_error_of_ours_is_one_line_and_exit_2(call: Any, stand_in: Any) -> No
 
     stand_in("slime_instrument._activation.check", check=probe)
     outcome = call("check", "--slime", "/x", "--json")
-    assert (outcome.code, outcome.err) == (2, "slime-instrument: /x is not slime\n")
+    assert (outcome.code, outcome.err) == (2, "slime_instrument: /x is not slime\n")
     assert strict(outcome.out) == {"error": "/x is not slime"}
 
 

@@ -28,7 +28,7 @@ def test_an_invalid_dump_is_exit_1_with_file_sample_and_field(call: Any, dump: P
     text = call("validate", invalid)
     assert text.code == 1
     assert "[length] sample 1: log_probs has 5 values" in text.out
-    assert "1 of 1 files read: 1 errors" in text.out
+    assert "1 of 1 file read: 1 error," in text.out
 
 
 def test_an_unreadable_file_is_exit_2_and_the_others_are_still_looked_at(call: Any, invalid: Path) -> None:

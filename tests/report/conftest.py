@@ -107,11 +107,13 @@ def page(tmp_path: Path) -> Callable[..., Path]:
     """Write a run and its report; returns the page."""
     pytest.importorskip("jinja2")
 
-    def write(**run: Any) -> Path:
+    def write(*, sweep: str | None = None, **run: Any) -> Path:
+        from slime_instrument._analysis.corrections import parse_sweep
         from slime_instrument._report.build import write_report
 
         from .dumps import write_run
 
-        return write_report([write_run(tmp_path / "run", **run)], tmp_path / "report.html").path
+        swept = parse_sweep(sweep) if sweep else None
+        return write_report([write_run(tmp_path / "run", **run)], tmp_path / "report.html", sweep=swept).path
 
     return write

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import math
 import re
 import struct
 import zlib
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from slime_instrument._analysis.corrections import parse_sweep
 from slime_instrument._errors import DumpFormatError
 from slime_instrument._report.build import write_report
 from slime_instrument._report.page import json_in_html
@@ -169,7 +171,7 @@ def test_no_pair_at_all_is_an_error_that_says_why(tmp_path: Path) -> None:
     with pytest.raises(DumpFormatError, match=r"found rollout dumps of 0 and train dumps of no rollout") as caught:
         write_report([run], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
-    assert "no report was written" in str(caught.value)
+    assert "No report was written" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["train_data/0.pt", "other.pt"])
@@ -210,3 +212,19 @@ def test_tokens_are_shown_as_text_with_a_local_tokenizer(tmp_path: Path) -> None
 def _rows(page: Path) -> list[dict[str, Any]]:
     columns = data(page)["columns"]
     return [dict(zip(columns, row, strict=True)) for row in json.loads(blob(page, "rows-0"))]
+
+
+def test_a_sweep_of_a_correction_is_a_curve_over_all_rollouts(tmp_path: Path) -> None:
+    def far(train: list[dict[str, Any]], _source: list[dict[str, Any]]) -> None:
+        for one in train:
+            one["log_probs"][::4] += math.log(3.0)
+
+    run = write_run(tmp_path / "run", rollouts=2, change=far)
+    sweep = parse_sweep("slime-tis:tis_clip=1.5,2,4")
+    curve = data(write_report([run], tmp_path / "report.html", sweep=sweep).path)["sweep"]
+    assert (curve["policy"], curve["parameter"], curve["values"]) == ("slime-tis", "tis_clip", [1.5, 2.0, 4.0])
+    assert curve["touched"][0] == curve["touched"][1] > 0.1
+    assert curve["touched"][2] == 0
+    assert curve["mean_weight"] == sorted(curve["mean_weight"])
+    assert all(value is not None for value in (*curve["ess"], *curve["advantage_kept"]))
+    assert data(write_report([run], tmp_path / "report.html").path)["sweep"] is None

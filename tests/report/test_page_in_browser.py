@@ -24,7 +24,7 @@ def test_it_opens_without_a_console_error_and_without_a_request(page: Page, brow
 def test_the_verdict_names_the_worst_token_and_its_link_opens_it(page: Page, browser: Any) -> None:
     browser.open(page(change=one_bad_token))
     verdict = browser.text("#verdict")
-    assert "single tokens stand out" in verdict
+    assert "Unexplained: differs more than kernels do" in verdict
     assert "Sample 5, token 7" in verdict
     browser.js("document.querySelector('#verdict a[href*=\"t=7\"]').click()")
     browser.until("document.querySelector('.tok.now')?.dataset.i === '7'")
@@ -83,13 +83,13 @@ def test_keys_step_to_the_next_worst_token_and_sample(page: Page, browser: Any) 
 def test_choosing_another_rollout_shows_its_verdict_and_samples(page: Page, browser: Any) -> None:
     browser.open(page(rollouts=3, samples=6, length=60, change=shifted, changed_from=2))
     assert browser.js("document.getElementById('rollout').value") == "2"  # the worst one comes first
-    assert "Something is wrong: token-shift" in browser.text("#one")
+    assert "Fault: token-shift" in browser.text("#one")
     assert browser.js("document.querySelectorAll('#findings button').length") == 6
     browser.js(
         "(() => { const box = document.getElementById('rollout');"
         " box.value = '0'; box.dispatchEvent(new Event('change')); })()"
     )
-    browser.until("document.getElementById('one').innerText.includes('No sign of a fault')")
+    browser.until("document.getElementById('one').innerText.includes('Ok: no finding')")
     assert browser.js("document.querySelectorAll('#findings button').length") == 0
     browser.until("document.querySelectorAll('.tabulator-row').length === 6")
     assert all(float(text) < 0.02 for text in browser.cells("max_abs"))
@@ -196,3 +196,29 @@ _CONTRAST = """(() => {
   const [a, b] = [light(parts(getComputedStyle(one).color)), light(back)];
   return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
 })()"""
+
+
+def test_a_sweep_is_drawn_and_is_not_there_unasked(page: Page, browser: Any) -> None:
+    browser.open(page(rollouts=2))
+    assert browser.js("document.getElementById('sweep-box').hidden")
+    browser.open(page(rollouts=2, sweep="slime-tis:tis_clip=0.9,1,1.1"))
+    assert browser.complaints() == []
+    assert browser.js("document.querySelectorAll('#sweep svg path').length") > 8
+    assert "slime-tis (slime) with other values of tis_clip" in browser.text("#sweep-note")
+
+
+def test_a_bar_of_one_token_can_be_seen(page: Page, browser: Any) -> None:
+    browser.open(page(change=one_bad_token))
+    counts = browser.js("JSON.parse(document.getElementById('data').textContent).rollouts[0].histogram.counts")
+    assert counts.count(1) > 1
+    boxes = "[...document.querySelectorAll('#histogram svg path')].map((path) => path.getBBox())"
+    assert browser.js(f"{boxes}.filter((box) => box.height > 3 && box.width > 1).length") >= sum(
+        count > 0 for count in counts
+    )
+
+
+def test_a_heading_that_is_jumped_to_is_not_under_the_bar_above_it(page: Page, browser: Any) -> None:
+    browser.open(page(rollouts=2))
+    browser.js("document.getElementById('trend-box').scrollIntoView()")
+    top, below = "document.getElementById('trend-box')", "document.querySelector('.picker')"
+    assert browser.js(f"{top}.getBoundingClientRect().top >= {below}.getBoundingClientRect().bottom")

@@ -8,23 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from textual.widgets import DataTable, Static
+from textual.widgets import DataTable, Footer, Static
+from textual.widgets._footer import FooterKey
 
-from slime_instrument._view.app import Viewer
+from slime_instrument._errors import InstrumentError
+from slime_instrument._view import app as view_app
+from slime_instrument._view.app import Viewer, view_dumps
 from slime_instrument._view.source import Source, choose_files
 
 
-def drive(folder: Path, act: Callable[[Viewer, Any], Awaitable[None]]) -> None:
-    async def session() -> None:
-        app = Viewer(Source(*choose_files([folder], None)))
-        async with app.run_test(size=(120, 40)) as pilot:
+def drive(folder: Path, act: Callable[[Viewer, Any], Awaitable[None]], size: tuple[int, int] = (120, 40)) -> Viewer:
+    async def session() -> Viewer:
+        files, at = choose_files([folder], None)
+        app = Viewer(Source(*files[at]))
+        async with app.run_test(size=size) as pilot:
             while app.busy:
                 await pilot.pause(0.02)
             await app.workers.wait_for_complete()
             await pilot.pause()
             await act(app, pilot)
+        return app
 
-    asyncio.run(session())
+    return asyncio.run(session())
 
 
 def positions(app: Viewer) -> list[int | None]:
@@ -164,3 +169,41 @@ def test_what_stands_in_a_dump_is_no_markup_and_steers_no_terminal(write_dumps: 
         assert str(cell) == "[bold red]x[/] ·[2J·"
 
     drive(write_dumps(edit), act)
+
+
+def test_every_key_is_seen_in_a_terminal_of_80_columns(write_dumps: Callable[..., Path]) -> None:
+    async def act(app: Viewer, _pilot: Any) -> None:
+        keys = app.query_one(Footer).query(FooterKey)
+        assert [key.description for key in keys] == ["Token", "Sample", "Rollout", "Sort", "Search", "Colour", "Quit"]
+        assert all(key.region.x >= 0 and key.region.right <= 80 for key in keys)
+
+    drive(write_dumps(), act, size=(80, 24))
+
+
+def test_brackets_go_to_the_next_and_the_previous_rollout(
+    write_dumps: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def further(_app: Viewer, pilot: Any) -> None:
+        await pilot.press("right_square_bracket")
+
+    folder = write_dumps()
+    assert drive(folder, further).return_value == 1
+    for rollout_id in (4, 5):
+        write_dumps(rollout_id=rollout_id)
+    ends, seen = iter([-1, -1, -1, 1, None]), []
+
+    class Ends(Viewer):
+        def run(self, *_: Any, **__: Any) -> int | None:
+            seen.append(self.source.dump.rollout_id)
+            return next(ends)
+
+    monkeypatch.setattr(view_app, "Viewer", Ends)
+    for stream in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
+    view_dumps([folder])
+    assert seen == [5, 4, 3, 3, 4]
+
+
+def test_without_a_terminal_it_says_what_to_use_instead(write_dumps: Callable[..., Path]) -> None:
+    with pytest.raises(InstrumentError, match="expected a terminal, found a pipe or a file"):
+        view_dumps([write_dumps()])

@@ -18,8 +18,9 @@ def test_of_a_folder_the_last_rollout_is_chosen_by_number(write_dumps: Callable[
     for rollout_id in (9, 10):
         folder = write_dumps(rollout_id=rollout_id)
     (folder / "rollout_data" / "eval_10.pt").write_bytes(b"x")
-    assert choose_files([folder], None) == (folder / "train_data" / "10.pt", folder / "rollout_data" / "10.pt")
-    assert choose_files([folder], 9)[0].name == "9.pt"
+    both = [(folder / "train_data" / name, folder / "rollout_data" / name) for name in ("9.pt", "10.pt")]
+    assert choose_files([folder], None) == (both, 1)
+    assert choose_files([folder], 9) == (both, 0)
     with pytest.raises(DumpFormatError, match=r"expected a train dump of rollout 7, found none"):
         choose_files([folder], 7)
 
@@ -27,8 +28,8 @@ def test_of_a_folder_the_last_rollout_is_chosen_by_number(write_dumps: Callable[
 def test_files_may_come_in_any_order_and_a_train_dump_alone(write_dumps: Callable[..., Path]) -> None:
     folder = write_dumps()
     train, rollout = folder / "train_data" / "3.pt", folder / "rollout_data" / "3.pt"
-    assert choose_files([rollout, train], None) == choose_files([train, rollout], None) == (train, rollout)
-    assert choose_files([train], None) == (train, None)
+    assert choose_files([rollout, train], None) == choose_files([train, rollout], None) == ([(train, rollout)], 0)
+    assert choose_files([train], None) == ([(train, None)], 0)
     with pytest.raises(DumpFormatError, match=r"expected a train dump"):
         choose_files([rollout], None)
 

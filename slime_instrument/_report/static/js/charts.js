@@ -58,6 +58,23 @@ function drawTrend(onPick, current) {
   });
 }
 
+function drawSweep(sweep) {
+  const lines = [["tokens dropped or clipped", "touched", "solid", "circle", "pos"], ["mean weight", "mean_weight", "dashed", "rect", "one"],
+    ["effective samples", "ess", "dotted", "diamond", "neg"], ["|A·w| kept", "advantage_kept", "dashed", "triangle", "quiet"]];
+  const numbers = sweep.values.every((value) => typeof value === "number");
+  const series = lines.filter(([, key]) => sweep[key].some((value) => value !== null));
+  draw("sweep", sweep.n_tokens ? {
+    legend: {}, tooltip: { trigger: "axis", valueFormatter: (value) => number(value) },
+    xAxis: numbers ? { type: "value", scale: true, name: sweep.parameter } : { type: "category", data: sweep.values.map(String), name: sweep.parameter },
+    yAxis: { type: "value", name: "share" },
+    series: series.map(([name, key, style, symbol, ink]) => ({
+      name, type: "line", symbol, symbolSize: 7, connectNulls: false, lineStyle: { type: style, color: colour(ink) }, itemStyle: { color: colour(ink) },
+      data: numbers ? sweep.values.map((value, i) => [value, sweep[key][i]]).sort((a, b) => a[0] - b[0]) : sweep[key],
+    })),
+  } : null, sweep.skipped.join("; "));
+  $("sweep-note").textContent = `${sweep.policy} (${sweep.framework}) with other values of ${sweep.parameter}, on ${number(sweep.n_tokens)} tokens of all rollouts: the part that is dropped or clipped, and the mean weight, effective samples and part of the signal that are left.`;
+}
+
 function drawRollout(one) {
   drawHistogram(one.histogram);
   drawDensity(one.density);
@@ -79,7 +96,7 @@ function drawHistogram(histogram) {
   return draw("histogram", {
     tooltip: { trigger: "axis", formatter: ([bar]) => `δ ${labels[bar.dataIndex]}: ${number(histogram.counts[bar.dataIndex])} tokens` },
     xAxis: { type: "category", data: labels, name: "δ (nats)", axisLabel: { color: colour("quiet"), hideOverlap: true, showMinLabel: true, showMaxLabel: true } },
-    yAxis: { type: "log", min: 0.1, name: "tokens", axisLabel: { color: colour("quiet"), formatter: (value) => (value < 1 ? "" : number(value)) } },
+    yAxis: { type: "log", min: 0.5, startValue: 0.5, name: "tokens", axisLabel: { color: colour("quiet"), formatter: (value) => (value < 1 ? "" : number(value)) } },
     series: [{ type: "bar", barCategoryGap: "5%", data: histogram.counts.map((count) => (count ? count : null)),
       itemStyle: { color: (bar) => (bar.dataIndex < histogram.counts.length / 2 - 1 ? colour("neg") : colour("pos")) } }],
   });

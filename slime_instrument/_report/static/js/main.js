@@ -138,6 +138,7 @@ function applyTheme(choice) {
 function redraw() {
   if (!report.rollouts.length) return;
   if (report.rollouts.length > 1) drawTrend((picked) => showRollout(picked), view.rollout);
+  if (report.sweep) drawSweep(report.sweep);
   drawRollout(report.rollouts[view.rollout]);
   if (open && open.sample) drawProfile(open.sample, selectToken);
 }
@@ -183,6 +184,8 @@ async function restore(wanted) {
   applyTheme(["light", "dark"].includes(stored) ? stored : "system");
   $("rollout").replaceChildren(...report.rollouts.map((one, i) => element("option", { value: i }, one.name + (one.findings.length ? " ▲" : ""))));
   $("picker").hidden = $("trend-box").hidden = report.rollouts.length < 2;
+  $("sweep-box").hidden = !report.sweep;
+  if (report.sweep) drawSweep(report.sweep);
   const shown = [...(report.words ? [["text", "text"]] : []), ["id", report.words ? "id" : "token ids"], ["value", "δ"]];
   $("show").replaceChildren(...shown.map(([value, text]) => element("option", { value }, text)));
   const wanted = readHash();

@@ -22,7 +22,7 @@ function cellText(cell) {
   return element("span", value === null || value === "" ? { title: "not known" } : { title: String(value) }, value === null || value === "" ? "–" : value);
 }
 
-function numeric(title, field, tooltip, minWidth = 96) {
+function numeric(title, field, tooltip, minWidth = 84) {
   return {
     title, field, headerTooltip: tooltip, hozAlign: "right", headerHozAlign: "right", formatter: cellNumber, sorter: "number",
     sorterParams: { alignEmptyValues: "bottom" }, headerFilter: "input", headerFilterPlaceholder: "≥", headerFilterFunc: atLeast, minWidth,
@@ -39,31 +39,31 @@ function atLeast(wanted, value) {
 
 function textual(title, field, more) {
   return { title, field, formatter: cellText, headerFilter: "input", headerFilterPlaceholder: "contains", sorter: "string",
-    sorterParams: { alignEmptyValues: "bottom" }, minWidth: 100, ...more };
+    sorterParams: { alignEmptyValues: "bottom" }, minWidth: 84, ...more };
 }
 
 function drawTable(rows, onOpen, chosen) {
   if (table) table.destroy();
   const some = (field) => rows.some((row) => row[field] !== null && row[field] !== "");
   const columns = [
-    numeric("sample", "position", "Position in the rollout dump"),
-    numeric("mean |δ|", "mean_abs", "Mean difference of the two log-probs, without sign", 112),
+    numeric("sample", "position", "Position in the rollout dump", 68),
+    numeric("mean |δ|", "mean_abs", "Mean difference of the two log-probs, without sign"),
     numeric("max |δ|", "max_abs", "Largest difference of one token"),
     numeric("mean δ", "mean", "With sign: above 0, training finds the tokens more probable"),
-    { ...textual("findings", "findings", { minWidth: 150 }), visible: some("findings") },
-    { ...textual("not compared because", "left_out", { minWidth: 230 }), visible: some("left_out") },
-    numeric("reward", "reward", "Reward at rollout, before normalisation"),
+    { ...textual("findings", "findings", { minWidth: 120 }), visible: some("findings") },
+    { ...textual("not compared because", "left_out", { minWidth: 124 }), visible: some("left_out") },
+    numeric("reward", "reward", "Reward at rollout, before normalisation", 74),
     { ...textual("reward", "reward_text"), visible: some("reward_text") },
-    numeric("advantage", "advantage", "Mean over the trained tokens", 112),
-    numeric("length", "response_length", "Response tokens"),
-    numeric("compared", "n_tokens", "Tokens that are trained and have both log-probs", 112),
+    numeric("advantage", "advantage", "Mean over the trained tokens", 94),
+    numeric("length", "response_length", "Response tokens", 72),
+    numeric("compared", "n_tokens", "Tokens that are trained and have both log-probs", 92),
     textual("status", "status"),
-    { ...numeric("staleness", "staleness", "Rollout number minus the oldest weights that sampled it", 112), visible: some("staleness") },
-    numeric("index", "index", "slime's own number of the sample"),
+    { ...numeric("staleness", "staleness", "How many weight updates older than the newest the weights are that sampled it", 92), visible: some("staleness") },
+    numeric("index", "index", "slime's own number of the sample", 72),
   ];
   table = new Tabulator("#table", {
     data: rows, columns, height: rows.length > 12 ? 430 : undefined, layout: "fitColumns", index: "key", placeholder: "No sample fits.",
-    initialSort: [{ column: "max_abs", dir: "desc" }], headerSortClickElement: "header", selectableRows: false, printAsHtml: true, columnDefaults: { headerWordWrap: false },
+    initialSort: [{ column: "max_abs", dir: "desc" }], headerSortClickElement: "header", selectableRows: false, printAsHtml: true, columnDefaults: { headerWordWrap: true },
     rowFormatter: (row) => row.getElement().classList.toggle("chosen", row.getData().key === chosen()),
   });
   table.on("rowClick", (_event, row) => onOpen(row.getData()));
