@@ -6,10 +6,12 @@ Nothing in a sample is looked at that is not needed to choose it, and nothing in
 
 from __future__ import annotations
 
+import copyreg
 import os
+import pickle
 import shlex
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from slime_instrument._analysis.rollout_groups import GROUPED_ESTIMATORS, n_exec
 from slime_instrument._errors import DumpFormatError, InstrumentError, five_parts
 from slime_instrument._format.containers import unusable
 from slime_instrument._format.dumps import read_rollout_dump
+from slime_instrument._format.references import TensorReference, count_references, references_in
 from slime_instrument._format.safe_load import load_dump
 from slime_instrument._format.schema import GROUP_ID_FIELDS
 from slime_instrument._format.values import brief, number, whole_number
@@ -107,8 +110,9 @@ def open_source(path: Path, pair: ReadPair | None = None, *, allow_pickle: bool 
         DumpFormatError: not a rollout dump, not safe to read, or with objects that cannot be made here.
         OSError: the file is missing or may not be read.
     """
-    read_rollout_dump(path, allow_pickle=allow_pickle, compact=True)  # refuses what is damaged, hostile or another dump
-    payload = _as_saved(path, allow_pickle)
+    # Refuses what is damaged, hostile or another dump.
+    read = read_rollout_dump(path, allow_pickle=allow_pickle, compact=True)
+    payload = _as_saved(path, allow_pickle, [type(reference) for _, reference in references_in(read.samples)])
     samples = payload["samples"] if isinstance(payload, dict) else payload
     return Source(path, payload, list(samples), pair)
 
@@ -208,7 +212,7 @@ def extract(source: Source, chosen: Iterable[int], out: Path, label: str = "") -
         positions=tuple(positions),
         n_groups=len(groups),
         arguments=_arguments(source, samples, positions, groups, out),
-        warnings=tuple(_warnings(source, groups)),
+        warnings=(*_warnings(source, groups), *_about_references(samples, out)),
     )
 
 
@@ -259,14 +263,25 @@ def _warnings(source: Source, groups: Sequence[Sequence[int]]) -> Iterable[str]:
         yield "the run took several optimizer steps per rollout; these arguments take one"
 
 
-def _as_saved(path: Path, allow_pickle: bool) -> Any:
-    """The content with NumPy arrays as they were saved, for which torch's safe loader is told their classes."""
+def _about_references(samples: Sequence[Mapping[str, Any]], out: Path) -> Iterable[str]:
+    found = count_references(samples)
+    if found.missing:
+        yield f"{found}: slime cannot load those"
+    if found.total > found.missing:
+        yield f"{out.name} refers to {found.total - found.missing} tensors in files of the whole dump: keep those files"
+
+
+def _as_saved(path: Path, allow_pickle: bool, references: Iterable[type[TensorReference]]) -> Any:
+    """The content with NumPy arrays as they were saved, for which torch's safe loader is told their classes, and with
+    ours in the place of slime's references."""
     kinds = [type(numpy.dtype(code)) for code in "?bBhHiIlLqQefdg"]
     array: Any = numpy.ndarray
     reduced = [value for value in numpy.zeros(1).__reduce__()[:1] if callable(value)]
     scalar = [value for value in numpy.float64(0).__reduce__()[:1] if callable(value)]
     try:
-        with torch.serialization.safe_globals([array, numpy.dtype, *reduced, *scalar, *kinds]):
+        ours = {one.class_path: one for one in references}
+        stand_ins: list[Any] = [(kind, name) for name, kind in ours.items()]
+        with torch.serialization.safe_globals([array, numpy.dtype, *reduced, *scalar, *kinds, *stand_ins]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         if allow_pickle:
@@ -289,7 +304,7 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str, bytes))
+    return value is None or isinstance(value, (bool, int, float, str, bytes, TensorReference))
 
 
 def _own_storage(sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,7 +329,7 @@ def _write(source: Source, samples: list[dict[str, Any]], out: Path) -> None:
     try:
         with tempfile.NamedTemporaryFile(dir=out.parent, prefix=f".{out.name}.", delete=False) as part:
             try:
-                torch.save({**head, "samples": samples}, part)
+                torch.save({**head, "samples": samples}, part, pickle_module=_pickle_for(samples))
                 part.close()
                 os.chmod(part.name, 0o666 & ~_umask())
                 os.replace(part.name, out)
@@ -323,6 +338,36 @@ def _write(source: Source, samples: list[dict[str, Any]], out: Path) -> None:
                 raise
     except OSError as error:  # that of the file asked for, not of the one beside it
         raise OSError(error.errno, error.strerror, str(out)) from error
+
+
+def _pickle_for(samples: Iterable[Mapping[str, Any]]) -> Any:
+    """The pickle module to save ``samples`` with: Python's, unless they hold references."""
+    return next((_WithReferences for _ in references_in(samples)), pickle)
+
+
+class _WithReferences:
+    """What ``torch.save(pickle_module=...)`` takes: references become slime's objects again, whose class need not be
+    importable here. Python's pickler in C insists on importing it."""
+
+    class Pickler(pickle._Pickler):
+        # Of the pickler in Python; typeshed knows only the one in C.
+        write: Callable[[bytes], Any]
+        memoize: Callable[[Any], None]
+
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, TensorReference):
+                # Where slime finds it: after a move not where the dump says.
+                path = value.path if value.file is None else str(value.file)
+                return copyreg.__newobj__, (type(value),), {**value.state, "path": path}  # type: ignore[attr-defined]
+            return NotImplemented
+
+        def save_global(self, value: Any, name: str | None = None) -> None:
+            if isinstance(value, type) and issubclass(value, TensorReference):
+                module, _, own = value.class_path.rpartition(".")
+                self.write(pickle.GLOBAL + f"{module}\n{own}\n".encode())
+                self.memoize(value)
+            else:
+                super().save_global(value, name)  # type: ignore[misc]
 
 
 def _umask() -> int:

@@ -41,7 +41,8 @@ class Settings:
     extra memory of gathering, in MiB. ``timeout_s`` bounds the wait for another rank and the time in which no byte
     moves, in seconds. ``async_write``: training goes on while the file is being written; ``async_busy``: a dump that
     comes while an earlier file is still being written waits for it ("wait") or is skipped ("skip"). ``metrics``:
-    mismatch metrics are logged after each dump. ``alert``: thresholds on them that are worth a warning. ``unknown``
+    mismatch metrics are logged after each dump. ``alert``: thresholds on them that are worth a warning. ``package``:
+    the name of the package that is patched; what uses it asks :func:`~slime_instrument._switch.package`. ``unknown``
     lists variables with our prefix that mean nothing here; they are reported, not refused, so that a newer setting does
     not stop an older install.
     """
@@ -58,6 +59,7 @@ class Settings:
     cp_fields: tuple[str, ...] = ()
     metrics: bool = False
     alert: Thresholds = NO_THRESHOLDS
+    package: str = "slime"
     unknown: tuple[str, ...] = ()
 
     @property
@@ -172,6 +174,12 @@ def _names(text: str) -> tuple[str, ...]:
     raise ValueError("field names separated by commas")
 
 
+def _package(text: str) -> str:
+    if not text or text.isidentifier():
+        return text or "slime"
+    raise ValueError("the name of a package")
+
+
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "strict": _switch,
     "every": _whole,
@@ -184,5 +192,6 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "cp_fields": _names,
     "metrics": _switch,
     "alert": parse_thresholds,
+    "package": _package,
 }
 _NOT_SETTINGS = frozenset({ROUTE_VARIABLE})  # never set by users

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from slime_instrument import __version__
+from slime_instrument._switch import package
 
 __all__ = ["checkout_version", "installed", "versions"]
 
@@ -35,12 +36,12 @@ def checkout_version(folder: Path) -> str | None:
 
 def slime_version() -> str | None:
     """Of the slime that this process imported: its own word, its folder's, then the installed distribution's."""
-    module = sys.modules.get("slime")
+    module = sys.modules.get(package())
     if module is None:
-        return installed("slime")
+        return installed(package())
     stated = getattr(module, "__version__", None)
     paths = list(getattr(module, "__path__", []))
-    return stated or (checkout_version(Path(paths[0]).parent) if paths else None) or installed("slime")
+    return stated or (checkout_version(Path(paths[0]).parent) if paths else None) or installed(package())
 
 
 def versions() -> dict[str, str | None]:

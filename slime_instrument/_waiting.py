@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
+from slime_instrument._switch import package
+
 TYPE_CHECKING = False  # the typing module alone costs more than everything here
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
-
-_TOP = "slime"
 
 
 class SlimeWatch:
@@ -18,12 +18,13 @@ class SlimeWatch:
 
     def __init__(self, route: str, arm: Callable[[str], None]) -> None:
         self.route = route
+        self._top = package()
         self._arm = arm
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname == _TOP or fullname.startswith(_TOP + "."):
+        if fullname == self._top or fullname.startswith(self._top + "."):
             cancel()
             self._arm(self.route)
         return None
@@ -51,7 +52,7 @@ def wait_or_arm(how: str, arm: Callable[[str], None]) -> None:
     """Arm at the first import of slime, or now if that has been."""
     if is_waiting():
         return
-    if _TOP in sys.modules:
+    if package() in sys.modules:
         arm(how)
     else:
         sys.meta_path.insert(0, SlimeWatch(how, arm))

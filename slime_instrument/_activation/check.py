@@ -16,11 +16,12 @@ from slime_instrument._hooks import HOOKS
 from slime_instrument._hooks.capture import NATIVE_CAPTURE
 from slime_instrument._patching.fit import look_up, probe, read_module
 from slime_instrument._patching.placement import PatchStatus
+from slime_instrument._switch import PACKAGE_VARIABLE, package
 from slime_instrument._versions import checkout_version, installed
 
 __all__ = ["CheckResult", "check", "find_slime"]
 
-_LOSS = "slime.backends.megatron_utils.loss"
+_LOSS = "backends.megatron_utils.loss"
 _NATIVE_DUMP = re.compile(rb"^def save_debug_train_data\b", re.MULTILINE), b"dp_shards"
 
 
@@ -53,7 +54,7 @@ def check(slime: Path | None = None) -> CheckResult:
     named = os.environ.get("SLIME_SOURCE")
     root = _checkout(slime or Path(str(named))) if slime or named else find_slime()
     try:
-        loss = read_module(root, _LOSS)
+        loss = read_module(root, f"{package()}.{_LOSS}")
         patches = tuple(probe(HOOKS, root))
         native_dump = _dumps_itself(root)
         captures = look_up(root, NATIVE_CAPTURE) is not None
@@ -63,10 +64,10 @@ def check(slime: Path | None = None) -> CheckResult:
         raise _refusal(
             str(root),
             "slime's Megatron backend",
-            f"no {_LOSS} below it",
+            f"no {package()}.{_LOSS} below it",
             "Give the folder that holds the slime package, or a complete checkout.",
         )
-    version = checkout_version(root) or installed("slime")
+    version = checkout_version(root) or installed(package())
     written, verdict = _verdict(patches, native_dump, captures)
     return CheckResult(root, version, native_dump, written, verdict, patches)
 
@@ -74,7 +75,7 @@ def check(slime: Path | None = None) -> CheckResult:
 def _dumps_itself(root: Path) -> bool:
     """Whether slime's own dump function, wherever it is, writes v2 files."""
     defined, mark = _NATIVE_DUMP
-    texts = (path.read_bytes() for path in sorted((root / "slime").rglob("*.py")))
+    texts = (path.read_bytes() for path in sorted((root / package()).rglob("*.py")))
     return any(mark in text and defined.search(text) for text in texts)
 
 
@@ -98,11 +99,11 @@ def _verdict(patches: Sequence[PatchStatus], native_dump: bool, captures: bool) 
 
 def find_slime() -> Path:
     """The folder of the only slime on Python's path."""
-    spec = importlib.util.find_spec("slime")
+    spec = importlib.util.find_spec(package())
     places = [Path(entry or ".") for entry in sys.path]
     roots = [Path(location).parent for location in (spec.submodule_search_locations or ())] if spec is not None else []
-    roots += [place for place in places if (place / "slime" / "backends").is_dir()]
-    found = list(dict.fromkeys(root.resolve() for root in roots if (root / "slime" / "backends").is_dir()))
+    roots += [place for place in places if (place / package() / "backends").is_dir()]
+    found = list(dict.fromkeys(root.resolve() for root in roots if (root / package() / "backends").is_dir()))
     if not found:
         raise _refusal("slime", "an installed slime", "none on Python's path", "Give one with --slime DIR.")
     if len(found) > 1:
@@ -117,10 +118,14 @@ def find_slime() -> Path:
 
 def _checkout(folder: Path) -> Path:
     for root in (folder, folder.parent):
-        if (root / "slime" / "backends").is_dir() and (root == folder or folder.name == "slime"):
+        if (root / package() / "backends").is_dir() and (root == folder or folder.name == package()):
             return root.resolve()
-    found = "no such folder" if not folder.is_dir() else "no slime package in it"
-    raise _refusal(str(folder), "a checkout of slime", found, "Give the folder that holds the slime package.")
+    found = "no such folder" if not folder.is_dir() else f"no {package()} package in it"
+    next_step = f"Give the folder that holds the {package()} package."
+    forks = sorted(path.parents[1].name for path in folder.glob("*/backends/megatron_utils"))
+    if forks:
+        found, next_step = f"{found}, but {forks[0]}", f"If that is a fork of slime, set {PACKAGE_VARIABLE}={forks[0]}."
+    raise _refusal(str(folder), "a checkout of slime", found, next_step)
 
 
 def _refusal(subject: str, expected: str, found: str, next_step: str) -> InstrumentError:

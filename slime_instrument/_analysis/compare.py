@@ -28,6 +28,7 @@ from slime_instrument._analysis.verdict import Verdict, judge
 from slime_instrument._errors import DumpFormatError, five_parts
 from slime_instrument._format.dumps import RolloutDump, TrainDump, read_rollout_dump, read_train_dump
 from slime_instrument._format.join import Join, join
+from slime_instrument._format.references import count_references
 from slime_instrument._format.values import plain_value
 
 PathLike = str | os.PathLike[str]
@@ -147,6 +148,10 @@ class Comparison:
             "findings": [finding.as_dict() for finding in self.findings],
             "worst": [plain_value(asdict(one)) for one in self.worst],
             "samples": [plain_value(asdict(one)) for one in self.samples],
+            "references": {
+                "rollout": count_references(self.rollout_dump.samples).as_dict(),
+                "train": count_references(self.train_dump.samples).as_dict(),
+            },
             "warnings": list(self.warnings),
             "verdict": self.verdict.as_dict(),
         }
@@ -202,6 +207,10 @@ def compare(
     ids = (source.rollout_id, trained.rollout_id)
     if None not in ids and ids[0] != ids[1]:
         warnings.append(f"{source.path} is of rollout {ids[0]}, but {Path(trained.path)} of rollout {ids[1]}")
+    for one in (source, trained):
+        references = count_references(one.samples)
+        if references.missing:
+            warnings.append(f"{one.path} has {references}; they are not needed here")
     if field != "log_probs" and trained.samples and not any(field in sample for sample in trained.samples):
         raise DumpFormatError(_no_such_field(trained, field))
     joined = join(source, trained)

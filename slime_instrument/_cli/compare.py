@@ -195,6 +195,8 @@ def print_comparison(comparison: Comparison, above: Sequence[Threshold]) -> None
     """Print one comparison; ``above``: the thresholds that it passed."""
     from rich.table import Table
 
+    from slime_instrument._format.references import ReferenceCounts
+
     out = console()
     files = ", ".join(comparison["train"][:2]) + (" …" if len(comparison["train"]) > 2 else "")
     out.print(shown(f"rollout {comparison['rollout_id']}: {comparison['rollout']} against {files}"))
@@ -210,6 +212,9 @@ def print_comparison(comparison: Comparison, above: Sequence[Threshold]) -> None
     excluded += [counted(removed, "removed sample")] if removed else []
     if excluded:
         out.print(f"left out: {', '.join(excluded)}")
+    for side, references in comparison["references"].items():
+        if references["total"]:
+            out.print(shown(f"{side}: {ReferenceCounts(**references)}"))
     _print_unmatched(comparison)
     if comparison["n_tokens"]:
         table = Table(box=None, pad_edge=False)

@@ -76,6 +76,8 @@ def _each(folder: Path, sample: int | None, *, allow_pickle: bool, as_json: bool
 
 
 def _print(record: dict[str, Any]) -> None:
+    from slime_instrument._format.references import ReferenceCounts
+
     out = console()
     version = f", format version {record['format_version']}" if record["format_version"] is not None else ""
     out.print(shown(f"{record['file']}: {record['kind']}{version}, {record['bytes']} bytes"))
@@ -87,6 +89,8 @@ def _print(record: dict[str, Any]) -> None:
         )
         out.print(shown(f"  {whose}: {shard['n_samples']} samples"))
     _print_fields("field", record["fields"])
+    if record["references"]["total"]:
+        out.print(shown(str(ReferenceCounts(**record["references"]))))
     if record["whole_batch"]:
         _print_fields("whole batch", record["whole_batch"])
     if "sample" in record:

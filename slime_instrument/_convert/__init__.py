@@ -1,4 +1,4 @@
-"""Old per-rank train dumps of one rollout as one v2 dump, with exact values."""
+"""Per-rank train dumps of one rollout, slime's old ones, miles' and Relax's, as one v2 dump with exact values."""
 
 from __future__ import annotations
 
@@ -126,6 +126,9 @@ def convert_dump(
     sources = _sources(dump.ranks, layout, warnings)
     if not sources:
         raise unusable(dump.path, f"and its {len(present)} files hold no whole data-parallel shard")
+    cut = sorted({name for rank in dump.ranks for name in rank.cut})
+    if cut:
+        warnings.append(f"left out: {show(cut)}, of which the files hold pieces that belong to no sample")
     positions, notes = find_positions([dict(ranks[0].rollout_data) for ranks in sources.values()], rollout)
     warnings += notes
     try:
@@ -172,7 +175,7 @@ def _restored(sources: dict[int, list[RankData]], layout: Layout, positions: lis
         common = set.intersection(*({k for k, v in rank.rollout_data.items() if v is not None} for rank in ranks))
         for cp, rank in enumerate(ranks):
             data = whole_fields(rank, common)
-            padded = padded_lengths(data)
+            padded = padded_lengths(rank)
             if positions is not None:
                 data["partition"] = positions[number]
             contributions.append(

@@ -1,8 +1,8 @@
 """Old per-rank train dumps: which rank held what. Inferred from the files and proven, or refused.
 
-An old file says nothing of its parallel ranks. What shows them: ranks of one data-parallel group hold the same samples;
-the lengths of response-level fields are those of one context-parallel rank's shards; tensor-parallel ranks hold equal
-values; only the last pipeline stage holds what the loss computed.
+slime's old files say nothing of their parallel ranks, miles' say their context-parallel one. What shows them: ranks of
+one data-parallel group hold the same samples; the lengths of response-level fields are those of one context-parallel
+rank's shards; tensor-parallel ranks hold equal values; only the last pipeline stage holds what the loss computed.
 """
 
 from __future__ import annotations
@@ -91,6 +91,11 @@ def find_layout(
             next_step="Megatron counts the first name fastest.",
         )
         raise DumpFormatError(message)
+    recorded = {rank.cp_size for rank in ranks if rank.cp_size is not None}
+    if len(recorded | ({cp} if cp is not None else set())) > 1:
+        asked = "" if cp is None else f", and {cp} was given"
+        raise DumpFormatError(_refusal(ranks, f"they say context-parallel size {show(sorted(recorded))}{asked}"))
+    cp = next(iter(recorded), cp)
     given = None not in (tp, pp, cp)
     files = _Files(ranks)
     last = max(files.numbers)
@@ -129,6 +134,9 @@ class _Files:
         by_data_rank: dict[int, int] = {}
         owners: dict[Any, int] = {}
         for number, place in places.items():
+            told = self._ranks[number].cp_rank
+            if told not in (None, place.cp):
+                return f"rank {number} says that it is of context-parallel rank {told}, not {place.cp}"
             first = by_data_rank.setdefault(place.dp, number)
             if self._contents[first] != self._contents[number]:
                 return f"ranks {first} and {number} are of data-parallel rank {place.dp}, but hold other samples"
@@ -162,7 +170,7 @@ class _Files:
             return f"rank {number} has no lists response_lengths and total_lengths"
         key = (number, cp, cp_rank)
         if key not in self._expected:
-            self._expected[key] = shard_lengths(totals, responses, cp, cp_rank, padded_lengths(data))
+            self._expected[key] = shard_lengths(totals, responses, cp, cp_rank, padded_lengths(self._ranks[number]))
         expected = self._expected[key]
         for name, lengths in self._lengths[number].items():
             if lengths == expected or (name == "teacher_log_probs" and lengths in (responses, totals)):

@@ -4,7 +4,7 @@ where their samples were in the rollout, which old files do not say."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def refuse_malformed(ranks: Sequence[RankData]) -> None:
 
 
 def whole_fields(rank: RankData, common: set[str]) -> dict[str, Any]:
-    """The rank's columns, with response-level values as tensors and the teacher's cut to the response.
+    """The rank's columns, with values per token as tensors and the teacher's cut to the response.
 
     Args:
         rank: a file that :func:`refuse_malformed` lets pass.
@@ -50,6 +50,12 @@ def whole_fields(rank: RankData, common: set[str]) -> dict[str, Any]:
     for name in ID_COLUMNS:
         if data.get(name) is not None:
             data[name] = as_list(data[name])
+    for name, dtype in (("tokens", torch.int64), ("loss_masks", torch.int32)):
+        values = data.get(name)
+        if isinstance(values, list):
+            listed = (one for one in values if isinstance(one, list))
+            kind = dtype if all(holds_whole_numbers(one) for one in listed) else torch.float32
+            data[name] = [torch.tensor(one, dtype=kind) if isinstance(one, list) else one for one in values]
     for name in CONTEXT_PARALLEL_FIELDS:
         values = data.get(name)
         if not isinstance(values, (list, tuple)):
@@ -69,15 +75,21 @@ def whole_fields(rank: RankData, common: set[str]) -> dict[str, Any]:
     return data
 
 
-def padded_lengths(data: Mapping[str, Any]) -> list[int] | None:
+def padded_lengths(rank: RankData) -> list[int] | None:
     """Per sample the length that chunks were cut from in the bshd layout (v0.2.2 to v0.3.0); None in any other."""
-    return as_ints(data.get("max_seq_lens"))
+    return None if rank.qkv_format == "thd" else as_ints(rank.rollout_data.get("max_seq_lens"))
 
 
 def _trouble(rank: RankData) -> str | None:
     if not 0 <= rank.rank < _LARGEST_RANK:
         return f"is of rank {rank.rank}, expected one of 0 to {_LARGEST_RANK - 1}"
+    if rank.cp_size is not None and not 0 <= (rank.cp_rank or 0) < rank.cp_size:
+        return f"says that it is of context-parallel rank {rank.cp_rank} of {rank.cp_size}"
     data = rank.rollout_data
+    if rank.qkv_format not in (None, "thd", "bshd"):
+        return f"has the layout {brief(rank.qkv_format)}, expected thd or bshd"
+    if rank.qkv_format == "bshd" and data.get("max_seq_lens") is None:
+        return "has the layout bshd without max_seq_lens, so that its chunks are not known"
     totals, responses = as_ints(data.get("total_lengths")), as_ints(data.get("response_lengths"))
     if totals is None or responses is None or len(totals) != len(responses):
         return "has no lists total_lengths and response_lengths of whole numbers, one per sample"
@@ -95,7 +107,7 @@ def _trouble(rank: RankData) -> str | None:
         values = as_list(column)
         if values is None or len(values) != n or not all(one is None or is_whole_number(one) for one in values):
             return f"has {brief(column)} under {name}, expected a whole number for each of {n} samples"
-    for name in CONTEXT_PARALLEL_FIELDS:
+    for name in ("loss_masks", *CONTEXT_PARALLEL_FIELDS):
         column = data.get(name)
         if isinstance(column, (list, tuple)) and not all(one is None or _holds_numbers(one) for one in column):
             i = next(i for i, one in enumerate(column) if one is not None and not _holds_numbers(one))

@@ -22,6 +22,7 @@ import torch
 from slime_instrument._dump.rank import Topology
 from slime_instrument._dump.zigzag import shard_lengths
 from slime_instrument._errors import DumpError, describe, not_ours
+from slime_instrument._format.references import is_kept, is_written_out
 from slime_instrument._format.schema import ID_COLUMNS, LAYOUT_FIELDS, WHOLE_BATCH_FIELDS
 
 StreamKey = tuple[str, torch.dtype, tuple[int, ...]]
@@ -49,6 +50,13 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class InFile:
+    """Stands for a tensor that slime left in a file and that its dumps hold. The writer reads it, and no other rank."""
+
+    reference: Any
+
+
+@dataclass(frozen=True)
 class Sharded:
     """The samples of one response-level field that share a dtype and a trailing shape.
 
@@ -68,8 +76,9 @@ class Description:
     """What the bytes of a contribution mean; travels before them.
 
     The first four are context-parallel rank 0's alone: ``columns`` pair with single samples, ``ids`` identify them,
-    ``layout`` is the schedule of this data-parallel rank, ``whole`` the whole batch's. A :class:`Ref` or
-    :class:`Stored` stands where a tensor was.
+    ``layout`` is the schedule of this data-parallel rank, ``whole`` the whole batch's. A :class:`Ref`,
+    :class:`Stored` or :class:`InFile` stands where a tensor was. ``in_files``: the samples of a sharded field whose
+    whole response is in a file instead.
     """
 
     rank: int
@@ -80,6 +89,7 @@ class Description:
     padded: list[int] | None
     sizes: dict[StreamKey, int] = field(default_factory=dict)
     sharded: dict[str, list[Sharded]] = field(default_factory=dict)
+    in_files: dict[str, dict[int, Any]] = field(default_factory=dict)
     columns: dict[Any, Any] = field(default_factory=dict)
     ids: dict[str, Any] = field(default_factory=dict)
     layout: dict[Any, Any] = field(default_factory=dict)
@@ -164,6 +174,8 @@ def contribute(
         try:
             if not any(map(torch.is_tensor, values)):
                 continue
+            held = {index: _in_file(value) for index, value in enumerate(values)}
+            described.in_files[name] = {index: value for index, value in held.items() if value is not None}
             described.sharded[name] = _sharded(name, values, expected, responses, queue)
             sharded.add(name)
         except _NeedsTorch:
@@ -249,27 +261,30 @@ def is_per_sample(value: Any, count: int) -> bool:
 def _sharded(
     name: str, values: Sequence[Any], expected: list[int], responses: list[int], queue: _Queue
 ) -> list[Sharded]:
-    """Queue the samples of a response-level field. Raises :class:`DumpError` naming the sample and the numbers."""
+    """Queue the samples of a response-level field, but for those in files. Raises :class:`DumpError` naming the sample
+    and the numbers."""
     if len(values) != len(expected):
         raise DumpError(f"must hold one tensor per sample: expected {len(expected)}, found {len(values)}")
-    flat = []
+    flat: dict[int, torch.Tensor] = {}
     for index, value in enumerate(values):
+        if _in_file(value) is not None:
+            continue
         if not torch.is_tensor(value):
             raise DumpError(f"local sample {index} must be a tensor, found {type(value).__name__}")
         movable = _flat_memory(value)
         if movable.dim() == 0:
             raise DumpError(f"local sample {index} must have a dimension, found a single number")
-        flat.append(movable)
-    lengths = [value.size(0) for value in flat]
-    as_shard, as_full = lengths == expected, lengths == responses
+        flat[index] = movable
+    lengths = {index: value.size(0) for index, value in flat.items()}
+    as_shard, as_full = (all(lengths[i] == all_of[i] for i in lengths) for all_of in (expected, responses))
     if not as_shard and not as_full:
-        index = next(i for i, length in enumerate(lengths) if length != expected[i])
+        index = next(i for i, length in lengths.items() if length != expected[i])
         raise DumpError(
             f"local sample {index} holds {lengths[index]} values; "
             f"expected {expected[index]} (response length {responses[index]})"
         )
     groups: dict[StreamKey, list[int]] = {}
-    for index, value in enumerate(flat):
+    for index, value in flat.items():
         groups.setdefault((name, value.dtype, tuple(value.shape[1:])), []).append(index)
     found = []
     for key, samples in groups.items():
@@ -462,7 +477,8 @@ class _Plain:
         for base, exactly in _SCALARS.items():
             if isinstance(value, base):
                 return exactly(value)
-        return self._as_text(value)
+        found = _in_file(value)
+        return self._as_text(value) if found is None else found
 
     def _tensor(self, value: torch.Tensor) -> Ref | Stored:
         """Once per tensor: samples of one prompt may well share theirs."""
@@ -535,6 +551,15 @@ class _Plain:
 
     def _note(self, value: Any) -> None:
         self.converted.add(f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def _in_file(value: Any) -> Any:
+    """What stands for a tensor that slime left in a file: the reference itself where slime's dumps keep it. None for
+    anything else."""
+    kind = type(value)
+    if is_kept(kind):
+        return value
+    return InFile(value) if is_written_out(kind) else None
 
 
 def _text(value: Any) -> str:

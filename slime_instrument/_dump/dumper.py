@@ -28,6 +28,8 @@ from slime_instrument._dump.file import (
     dump_folder,
     dump_path,
     dump_template,
+    keep_references,
+    remove_references,
     write_dump,
 )
 from slime_instrument._dump.payload import build_payload, left_out, provenance
@@ -264,10 +266,20 @@ class Dumper:
             for leftover in clean_leftovers(path.parent):
                 log(logging.INFO, "slime_instrument: removed %s, left by a run that was killed", leftover)
 
+        references = keep_references(
+            payload, path
+        )  # also of a dump that is written later: slime may clean up meanwhile
+
         def write(blocked_s: float | None = None) -> None:
-            size = write_dump(payload, path, self._disk)
+            try:
+                size = write_dump(payload, path, self._disk)
+            except BaseException:
+                if references is not None:
+                    remove_references(references)
+                raise
             spent = time.monotonic() - began
-            self._wrote(rollout_id, path, size, spent if blocked_s is None else blocked_s, left_out(payload))
+            lacking = left_out(payload)
+            self._wrote(rollout_id, path, size, spent if blocked_s is None else blocked_s, lacking, references)
 
         def write_later() -> None:
             try:
@@ -286,7 +298,15 @@ class Dumper:
             write()
         self._after_dump(args, rollout_id, payload, path)
 
-    def _wrote(self, rollout_id: int, path: Path, size: int, seconds: float, lacking: dict[str, str]) -> None:
+    def _wrote(
+        self,
+        rollout_id: int,
+        path: Path,
+        size: int,
+        seconds: float,
+        lacking: dict[str, str],
+        references: Path | None,
+    ) -> None:
         """A dump is in place: say so with what it cost, then rotate."""
         self._written += 1
         share = ""
@@ -299,7 +319,7 @@ class Dumper:
             log(logging.WARNING, "slime_instrument: %s lacks the field %s: %s", path, name, why)
             self._say("left-out", rollout_id=rollout_id, path=str(path), field=name, reason=why)
         try:
-            rotated = self._rotation.wrote(rollout_id, path)
+            rotated = self._rotation.wrote(rollout_id, path, references)
         except Exception as error:
             if not_ours(error):
                 raise

@@ -22,14 +22,16 @@ import string
 import sys
 import threading
 import time
+import uuid
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import torch
 
 from slime_instrument._errors import DumpError, TrainingPathError, describe, five_parts, not_ours
+from slime_instrument._format.references import SPILL_SUFFIX, is_kept
 from slime_instrument._settings import Settings
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -404,12 +406,17 @@ def _leave_out_what_cannot_be_saved(payload: dict[str, Any]) -> bool:
                 if not_ours(error):
                     raise
                 bad[name] = describe(error)
-    for holder in holders:
+    _leave_out(payload, bad)
+    return bool(bad)
+
+
+def _leave_out(payload: dict[str, Any], bad: Mapping[Any, str]) -> None:
+    holders: list[dict[Any, Any]] = [*payload["samples"], *payload["dp_shards"], payload]
+    for holder in holders if bad else ():
         for name in bad:
             holder.pop(name, None)
-    for shard in payload["dp_shards"]:
+    for shard in payload["dp_shards"] if bad else ():
         shard.setdefault("provenance", {}).setdefault("left_out", {}).update({str(n): why for n, why in bad.items()})
-    return bool(bad)
 
 
 class _Nowhere:
@@ -484,6 +491,42 @@ def _only_for_storages(torchs_own: Any) -> Any:
         return ids[id(value)][1]
 
     return persistent_id
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The files that a dump refers to
+
+
+def keep_references(payload: dict[str, Any], path: Path) -> Path | None:
+    """Give the files that samples refer to a life of their own, as slime does: hard links (copies where there can be
+    none) in a new folder below ``<stem>_r3_spill``, which is returned. Nothing is read. A field whose file cannot be
+    had is left out of ``payload``, with the reason in its provenance."""
+    if _is_special(path):
+        return None
+    folder = path.parent / (path.stem + SPILL_SUFFIX) / uuid.uuid4().hex
+    kept: dict[str, Any] = {}
+    bad: dict[Any, str] = {}
+    for sample in payload["samples"]:
+        for name, value in sample.items():
+            if name in bad or not is_kept(type(value)):
+                continue
+            try:
+                if value.path not in kept:
+                    kept[value.path] = value.link(folder / f"{len(kept)}_{Path(value.path).name}")
+                sample[name] = kept[value.path]
+            except Exception as error:
+                if not_ours(error):
+                    raise
+                bad[name] = describe(error)
+    _leave_out(payload, bad)
+    return folder if kept else None
+
+
+def remove_references(folder: Path) -> None:
+    """Remove what :func:`keep_references` made, and the folder that holds it unless there is more in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.parent.rmdir()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -577,15 +620,19 @@ def _at_exit(function: Callable[[], None]) -> None:
 
 
 class Rotation:
-    """Keeps the last ``KEEP_LAST`` rollouts' dumps that this process wrote, and all pinned ones. Removes nothing
-    else."""
+    """Keeps the last ``KEEP_LAST`` rollouts' dumps that this process wrote, and all pinned ones. Removes nothing else
+    but the folders of tensor files that were made for the removed ones."""
 
     def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
         self._settings, self._say = settings, say
         self._written: dict[int, dict[Path, tuple[int, int] | None]] = {}
+        self._references: dict[Path, list[Path]] = {}
 
-    def wrote(self, rollout_id: int, path: Path) -> list[tuple[int, Path]]:
-        """Note a new dump and remove those that are now too old; returns what was removed, by rollout."""
+    def wrote(self, rollout_id: int, path: Path, references: Path | None = None) -> list[tuple[int, Path]]:
+        """Note a new dump and remove those that are now too old; returns what was removed, by rollout.
+        ``references``: as :func:`keep_references` gave it."""
+        if references is not None:
+            self._references.setdefault(path, []).append(references)
         for paths in self._written.values():
             paths.pop(path, None)  # written again, for another rollout
         if rollout_id not in self._settings.pin:
@@ -604,6 +651,8 @@ class Rotation:
                     self._say(f"rotation could not remove {old}: {error.strerror}")
                 else:
                     removed.append((oldest, old))
+                    for folder in self._references.pop(old, ()):
+                        remove_references(folder)
         return removed
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from slime_instrument._dump.contribute import Ref, Stored, StreamKey, deeper
+from slime_instrument._dump.contribute import InFile, Ref, Stored, StreamKey, deeper
 from slime_instrument._dump.rank import Seen, Topology
 from slime_instrument._dump.zigzag import Restoring
 from slime_instrument._errors import describe, not_ours
@@ -146,7 +146,7 @@ def _split(part: Restoring) -> tuple[list[dict[str, Any]], dict[str, Any], dict[
         return resolved
 
     ids = with_tensors(head.ids)
-    columns = {**with_tensors(head.columns), **part.fields}
+    columns = with_tensors({**head.columns, **part.fields})
     count = len(head.response_lengths)
     samples: list[dict[str, Any]] = [{"data_parallel_rank": head.data_rank} for _ in range(count)]
     layout: dict[str, Any] = {"rank": head.rank, "data_parallel_rank": head.data_rank}
@@ -201,6 +201,8 @@ class _WithTensors:
         found: Any = value
         if kind is Stored:
             found = torch.load(io.BytesIO(self._tensor(value.file).numpy().tobytes()), weights_only=True)
+        elif kind is InFile:
+            found = value.reference.load()
         elif kind is dict:
             found = {}
             for key, item in value.items():  # loops: a comprehension would double the depth of deep nestings
@@ -220,7 +222,7 @@ class _WithTensors:
         return self._flats[ref.key][ref.start : ref.start + count].view(ref.shape)
 
 
-_NESTED = frozenset({Ref, Stored, dict, list, tuple, set})
+_NESTED = frozenset({Ref, Stored, InFile, dict, list, tuple, set})
 
 
 def _orders(samples: Sequence[Mapping[str, Any]], key: str) -> bool:

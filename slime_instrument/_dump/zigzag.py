@@ -90,7 +90,8 @@ class Restoring:
     restored one. A part is contiguous in the whole response but for the two chunks, which makes restoring a handful of
     memory copies per sample and no arithmetic per token.
 
-    ``fields``: restored field -> one tensor per sample, shape ``(response, *tail)``; valid once all bytes are there.
+    ``fields``: restored field -> one tensor per sample, shape ``(response, *tail)``; valid once all bytes are there. Or
+    what stands for a tensor in a file.
     ``flats``: the tensors that all context-parallel ranks have alike, one per stream. ``left_out``: field -> why its
     parts do not make a whole; that field is missing, the others are not.
     """
@@ -104,7 +105,7 @@ class Restoring:
         self._parts = parts
         self._targets: dict[int, dict[StreamKey, _Target]] = {rank: {} for rank in parts}
         self._add_zero: list[torch.Tensor] = []
-        self.fields: dict[str, list[torch.Tensor]] = {}
+        self.fields: dict[str, list[Any]] = {}
         self.flats: dict[StreamKey, torch.Tensor] = {}
         self.left_out: dict[str, str] = {}
         for key, size in self.head.sizes.items():
@@ -150,12 +151,14 @@ class Restoring:
             raise DumpError(f"is missing on context-parallel rank(s) {sorted(set(range(self._cp)) - set(holders))}")
         if whole_on is not None and any(one.full is False for groups in holders.values() for one in groups):
             raise DumpError(f"is whole on context-parallel rank {whole_on} and a shard on another")
-        placed: dict[int, torch.Tensor] = {}
+        placed: dict[int, Any] = dict(self.head.in_files.get(name, {}))
         targets: dict[int, dict[StreamKey, _Target]] = {rank: {} for rank in holders}
         for number, (key, samples) in enumerate(kinds[first]):
             whole = self._place_kind(key, samples, {r: g[number] for r, g in holders.items()}, whole_on, targets)
             views = torch.split(whole, [self.head.response_lengths[i] for i in samples])
             placed.update(zip(samples, views, strict=True))
+        if len(placed) < len(self.head.response_lengths):
+            raise DumpError("is in files for some samples, and missing on context-parallel rank 0")
         for rank, of_rank in targets.items():
             self._targets[rank].update(of_rank)
         self.fields[name] = [placed[i] for i in range(len(self.head.response_lengths))]

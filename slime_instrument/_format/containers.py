@@ -22,6 +22,7 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_MAGIC = b"\x80"
 # The number that torch put in front of its files before they were zip archives, pickled with protocol 2.
 _OLD_TORCH_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
+_STRAW = b'"slime.straw-debug"'
 _LOCAL_HEADER_SIZE = 30
 
 # torch's safe unpickler allows these, and each takes memory by a number that the file merely states. Dumps have no use
@@ -101,6 +102,12 @@ def examine(path: Path) -> Container:
         )
     if head.startswith(_PICKLE_MAGIC):
         return Container("pickle", status.st_size, 0, head)
+    if head.lstrip().startswith(b"{") and (path.name.endswith(".straw.json") or _STRAW in head):
+        raise unusable(
+            path,
+            "is the index of an archive of slime's rollout queue, which this release does not read yet",
+            next_step="Where slime is: slime.data.archive.RolloutArchive(path).export_pt(out) makes a dump of it.",
+        )
     raise unusable(path, "is neither a torch file nor a pickle")
 
 

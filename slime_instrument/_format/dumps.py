@@ -96,11 +96,17 @@ class RankData:
         rank: global rank of the process that wrote it.
         rollout_data: slime's columns, one entry per local sample in each; response-level values are this rank's
             context-parallel part, not whole responses.
+        cp_rank, cp_size, qkv_format: what the file says of its part; miles' files do, slime's say nothing.
+        cut: columns that are not here, because the file holds a piece of each that belongs to no sample (Relax).
     """
 
     path: Path
     rank: int
     rollout_data: Mapping[str, Any]
+    cp_rank: int | None = None
+    cp_size: int | None = None
+    qkv_format: str | None = None
+    cut: tuple[str, ...] = ()
 
     @property
     def n_samples(self) -> int:
@@ -289,6 +295,8 @@ def detect_kind(path: Path, payload: Any) -> DumpKind:
             return "train-rank"
         if "dp_shards" in payload or "format_version" in payload:
             return "train-v2"
+        if "samples" in payload and "rank" in payload:
+            return "train-rank"
         if "samples" in payload:
             return "rollout-eval" if is_eval_name(path) else "rollout"
         keys = ", ".join(sorted(map(str, payload))[:6]) or "none"
@@ -346,10 +354,17 @@ def rollout_dump_of(path: Path, payload: Any) -> RolloutDump:
 
 
 def _rank_dump(path: Path, payload: dict[str, Any]) -> TrainDump:
-    data = payload["rollout_data"]
+    cut: tuple[str, ...] = ()
+    data = payload.get("rollout_data")
+    if "rollout_data" not in payload:
+        data, cut = _columns_of(payload["samples"])
     rank = whole_number(payload.get("rank"))
     if not isinstance(data, dict) or rank is None:
         raise unusable(path, "is an old train dump without a rank or without columns in rollout_data")
+    for name, expected in (("cp_rank", int), ("cp_size", int), ("qkv_format", str)):
+        if type(payload.get(name)) not in (expected, type(None)):
+            raise unusable(path, f"has {brief(payload[name])} under {name}")
+    recorded = {name: payload.get(name) for name in ("cp_rank", "cp_size", "qkv_format")}
     return TrainDump(
         paths=(path,),
         kind="train-rank",
@@ -357,8 +372,23 @@ def _rank_dump(path: Path, payload: dict[str, Any]) -> TrainDump:
         rollout_id=rollout_id_of(path, payload),
         rank=rank,
         whole_batch={key: data[key] for key in WHOLE_BATCH_FIELDS if key in data},
-        ranks=(RankData(path=path, rank=rank, rollout_data=data),),
+        ranks=(RankData(path=path, rank=rank, rollout_data=data, **recorded, cut=cut),),
     )
+
+
+def _columns_of(samples: Any) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+    """Columns of a rank that Relax wrote as one dict per sample; None for anything else.
+
+    Relax cuts every list to as many entries as samples, also those that have no entry per sample; and it numbers the
+    samples of each rank from 0.
+    """
+    if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
+        return None, ()
+    own = [sample for sample in samples if sample.get("tokens") is not None]
+    names = [str(name) for name in dict.fromkeys(name for sample in own for name in sample)]
+    cut = tuple(name for name in names if name in (*WHOLE_BATCH_FIELDS, *LAYOUT_FIELDS))
+    made_up = ("sample_index", "decoded_tokens")
+    return {name: [sample.get(name) for sample in own] for name in names if name not in (*cut, *made_up)}, cut
 
 
 def _join_ranks(dumps: list[TrainDump]) -> TrainDump:

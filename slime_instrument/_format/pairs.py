@@ -118,6 +118,8 @@ def identify(path: Path, *, allow_pickle: bool = False) -> DumpFile:
             kind = "train-v2"
         elif is_eval_name(path):
             kind = "rollout-eval"
+        if "format_version" not in keys and "rank" in keys:
+            kind = "train-rank"
         return DumpFile(path, kind, rollout_id_of(path, keys))
     payload = load_dump(path, allow_pickle=allow_pickle, compact=True)
     return DumpFile(path, detect_kind(path, payload), rollout_id_of(path, payload))

@@ -107,14 +107,14 @@ def _load_trusted(path: Path, container: Container) -> Any:
     try:
         if container.kind == "pickle":
             with open(path, "rb") as file:
-                return unpickling.handed_out(unpickling.FORGIVING_PICKLE.load(file))
+                return unpickling.handed_out(unpickling.forgiving_pickle(path).load(file))
         with _quiet():
             payload = torch.load(
                 path,
                 map_location="cpu",
                 weights_only=False,
                 mmap=container.kind == "zip",
-                pickle_module=unpickling.FORGIVING_PICKLE,
+                pickle_module=unpickling.forgiving_pickle(path),
             )
         return unpickling.handed_out(payload)
     except OSError:

@@ -16,6 +16,7 @@ import torch
 
 from slime_instrument._errors import DumpFormatError
 from slime_instrument._format.dumps import RankData, TrainDump, read_dump
+from slime_instrument._format.references import TensorReference, count_references
 from slime_instrument._format.schema import ID_COLUMNS, LAYOUT_FIELDS
 from slime_instrument._format.unpickling import was_list
 from slime_instrument._format.values import NonFinite, plain_value
@@ -33,7 +34,8 @@ def inspect_dump(
 
     Returns:
         ``kind``, ``format_version``, ``rollout_id``, ``rank``, ``n_samples``, ``fields``, ``whole_batch`` and
-        ``dp_shards``. With ``sample`` also ``sample``, where NaN and infinities are None, and ``sample_non_finite``,
+        ``dp_shards``, and ``references``: how many tensors are in files of their own, and how many of those are gone.
+        With ``sample`` also ``sample``, where NaN and infinities are None, and ``sample_non_finite``,
         which counts them by field. ``file`` and ``bytes`` say what was read.
 
     Raises:
@@ -54,6 +56,7 @@ def inspect_dump(
         "fields": _summaries(samples),
         "whole_batch": _summaries([dump.whole_batch]) if isinstance(dump, TrainDump) else {},
         "dp_shards": _shards(dump, rank) if isinstance(dump, TrainDump) else [],
+        "references": count_references(samples).as_dict(),
     }
     if sample is not None:
         if not 0 <= sample < len(samples):
@@ -88,6 +91,10 @@ class _Summary:
             self.types["list" if listed else "tensor"] = None
             own = "float" if value.is_floating_point() else "int"
             self.dtypes[own if listed else str(value.dtype).removeprefix("torch.")] = None
+            shape = list(value.shape)
+        elif isinstance(value, TensorReference):
+            self.types["reference"] = None
+            self.dtypes[value.dtype] = None
             shape = list(value.shape)
         else:
             self.types[type(value).__name__] = None

@@ -3,7 +3,7 @@
 :func:`load_archive` reads what torch.save wrote, with every tensor left in the file. It exists because a rollout dump
 is mostly long lists of Python numbers: torch's own safe loader makes an object of each, at many times the size and the
 time of the numbers. What it does not know it refuses with :class:`UnsupportedPickle`, and torch's loader has the last
-word. :func:`load_plain` reads plain pickles. :data:`FORGIVING_PICKLE` is for files that the user trusts.
+word. :func:`load_plain` reads plain pickles. :func:`forgiving_pickle` is for files that the user trusts.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 
 from slime_instrument._errors import DumpFormatError
 from slime_instrument._format.containers import Archive, record_bounds
+from slime_instrument._format.references import TensorReference, is_reference_class
 
 
 class ObjectRefused(Exception):
@@ -181,16 +182,28 @@ class Inert(pickle._Unpickler):
         code: handler for code, handler in pickle._Unpickler.dispatch.items() if bytes([code]) not in _LEFT_OUT
     }
 
+    def __init__(self, file: Any, path: Path) -> None:
+        super().__init__(file)
+        self.path = path
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _DATA_GLOBALS:
             return _DATA_GLOBALS[module, name]
+        if is_reference_class(f"{module}.{name}"):
+            return TensorReference.named(f"{module}.{name}", self.path)
         raise ObjectRefused(f"{module}.{name}")
 
     def load_build(self) -> None:
         state = self.stack.pop()
-        if not isinstance(self.stack[-1], (_NumpyArray, _NumpyType)):
-            raise self.unknown_state(f"{type(self.stack[-1]).__name__} with a state")
-        self.stack[-1].__setstate__(state)
+        value = self.stack[-1]
+        if not isinstance(value, (_NumpyArray, _NumpyType, TensorReference)):
+            raise self.unknown_state(f"{type(value).__name__} with a state")
+        try:
+            value.__setstate__(state)
+        except ValueError:
+            if isinstance(value, TensorReference):
+                raise ObjectRefused(value.class_path) from None
+            raise
 
     dispatch[pickle.BUILD[0]] = load_build
     unknown_state: ClassVar[type[Exception]] = ObjectRefused
@@ -203,7 +216,7 @@ def load_plain(path: Path) -> Any:
         ObjectRefused: it asks for a class or function. None was looked up.
         Exception: whatever a damaged pickle makes the unpickler raise.
     """
-    return handed_out(Inert(io.BytesIO(path.read_bytes())).load())
+    return handed_out(Inert(io.BytesIO(path.read_bytes()), path).load())
 
 
 # --- torch.save's archives ---
@@ -415,6 +428,8 @@ def handed_out(payload: Any) -> Any:
             return value.tensor
         if isinstance(value, _NumpyType):
             raise ObjectRefused("numpy.dtype")
+        if isinstance(value, TensorReference) and not value.state:
+            raise ObjectRefused(value.class_path)
         if type(value).__module__ == "numpy":  # from the unpickler for trusted files
             return _from_numpy(value)
         if isinstance(value, tuple):
@@ -471,8 +486,8 @@ class _Mapped(Inert):
     def __init__(self, path: Path, content: mmap.mmap, archive: Archive, *, compact: bool) -> None:
         self.start, self.end = record_bounds(path, content, archive.pickle)
         content.seek(self.start)
-        super().__init__(content)
-        self.path, self.content, self.records, self.compact = path, content, archive.records, compact
+        super().__init__(content, path)
+        self.content, self.records, self.compact = content, archive.records, compact
         self.storages: dict[str, torch.Tensor] = {}
         self.keys: dict[int, int] = {}
         """id of an array -> its number in the memo, which keeps it alive."""
@@ -496,6 +511,8 @@ class _Mapped(Inert):
             return _StorageType(_QUANTIZED_STORAGES[name])
         if (module, name) in _UNREAD:
             return _UNREAD[module, name]
+        if is_reference_class(f"{module}.{name}"):
+            return TensorReference.named(f"{module}.{name}", self.path)
         raise UnsupportedPickle(f"{module}.{name}")
 
     def persistent_load(self, saved_id: Any) -> torch.Tensor:
@@ -607,20 +624,20 @@ class _Mapped(Inert):
     dispatch[pickle.APPENDS[0]] = load_appends
 
 
-class _Forgiving(pickle.Unpickler):
-    """The ordinary unpickler, for files that the user trusts: a class that is not installed becomes :class:`Opaque`."""
+def forgiving_pickle(path: Path) -> Any:
+    """What ``torch.load(pickle_module=...)`` takes: the ordinary unpickler, for a file that the user trusts. A class
+    that is not installed becomes :class:`Opaque`."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return super().find_class(module, name)
-        except (ImportError, AttributeError):
-            return type(name.rpartition(".")[2], (Opaque,), {"qualified_name": f"{module}.{name}"})
+    class Forgiving(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if is_reference_class(f"{module}.{name}"):
+                return TensorReference.named(f"{module}.{name}", path)
+            try:
+                return super().find_class(module, name)
+            except (ImportError, AttributeError):
+                return type(name.rpartition(".")[2], (Opaque,), {"qualified_name": f"{module}.{name}"})
 
+    def load(file: BinaryIO, **options: Any) -> Any:
+        return Forgiving(file, **options).load()
 
-def _forgiving_load(file: BinaryIO, **options: Any) -> Any:
-    return _Forgiving(file, **options).load()
-
-
-_load: Callable[..., Any] = _forgiving_load
-FORGIVING_PICKLE: Any = SimpleNamespace(Unpickler=_Forgiving, load=_load, __name__="slime_instrument.forgiving_pickle")
-"""What ``torch.load(pickle_module=...)`` takes."""
+    return SimpleNamespace(Unpickler=Forgiving, load=load, __name__="slime_instrument.forgiving_pickle")

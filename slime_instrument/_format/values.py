@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from slime_instrument._format.references import TensorReference
+
 HIGHEST_LOG_PROB = 0.1
 """A value above this is no log-prob: rounding of bf16 logits, at most half of 0.125, cannot lift one that far."""
 
@@ -74,8 +76,8 @@ def sum_of(values: Any) -> float | None:
 
 def length_of(value: Any) -> int | None:
     """Entries along the first dimension; None for what has none."""
-    if isinstance(value, torch.Tensor):
-        return int(value.shape[0]) if value.dim() else None
+    if isinstance(value, (torch.Tensor, TensorReference)):
+        return int(value.shape[0]) if value.shape else None
     return len(value) if isinstance(value, (list, tuple)) else None
 
 
@@ -295,6 +297,8 @@ def _plain(value: Any, counts: dict[str, NonFinite] | None, name: str, depth: in
         return value.decode("utf-8", "backslashreplace")
     if isinstance(value, complex):
         return str(value)
+    if isinstance(value, TensorReference):
+        return {"file": value.path, "shape": list(value.shape), "dtype": value.dtype, "missing": value.file is None}
     item = getattr(value, "item", None)
     if callable(item) and not getattr(value, "shape", None):
         return _plain(item(), counts, name, depth + 1)  # a NumPy scalar

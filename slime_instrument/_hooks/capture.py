@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from slime_instrument._hooks.process import Loaded
 from slime_instrument._patching.patch import Target
+from slime_instrument._switch import package
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +23,7 @@ POSITION_KEY = "partition"
 LOCAL_KEY = "_slime_instrument_local"
 """Stand-in key where the positions are not known: the index among the local samples."""
 
-NATIVE_CAPTURE = Target.parse("slime.backends.megatron_utils.loss:enable_log_prob_capture")
+NATIVE_CAPTURE = Target.parse(f"{package()}.backends.megatron_utils.loss:enable_log_prob_capture")
 """slime's own capture of log-probs, since #2266. It finds the samples by their positions, which slime keeps for it."""
 
 T = TypeVar("T")

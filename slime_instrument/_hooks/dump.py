@@ -15,13 +15,14 @@ from slime_instrument._errors import describe
 from slime_instrument._hooks.capture import LOCAL_KEY, POSITION_KEY, CaptureSession, current_session
 from slime_instrument._hooks.process import Loaded, Process, arguments, dump_is_asked_for
 from slime_instrument._patching.patch import Call, State, instead
+from slime_instrument._switch import package
 
 
 @instead(
     "train-dump",
-    "slime.observability.train_data_utils:save_debug_train_data",
-    "slime.backends.megatron_utils.train_dump_utils:save_debug_train_data",
-    "slime.utils.train_dump_utils:save_debug_train_data",
+    f"{package()}.observability.train_data_utils:save_debug_train_data",
+    f"{package()}.backends.megatron_utils.train_dump_utils:save_debug_train_data",
+    f"{package()}.utils.train_dump_utils:save_debug_train_data",
     group="dump",
     takes=("rollout_id", "rollout_data"),
     on_failure="This rollout has no train dump.",

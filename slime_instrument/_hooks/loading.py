@@ -27,8 +27,9 @@ from slime_instrument._dump.rank import megatron_is_up
 from slime_instrument._hooks.capture import NATIVE_CAPTURE, POSITION_KEY, Scope, dict_with
 from slime_instrument._hooks.process import Loaded, Process, arguments, dump_is_asked_for
 from slime_instrument._patching.patch import Already, Call, around
+from slime_instrument._switch import package
 
-_MODULE = "slime.utils.data"
+_MODULE = f"{package()}.utils.data"
 
 
 @around(
@@ -142,7 +143,7 @@ def reconstruct(args: Any, rollout_data: dict[str, Any], dp_rank: int, dp_size: 
 
 def _whole_batch_lengths() -> list[int] | None:
     """slime's timer keeps the lengths of the whole batch, for its throughput figures."""
-    timer = getattr(sys.modules.get("slime.utils.timer"), "Timer", None)
+    timer = getattr(sys.modules.get(f"{package()}.utils.timer"), "Timer", None)
     lengths = getattr(timer(), "seq_lens", None) if timer is not None else None
     return None if lengths is None else [int(length) for length in lengths]
 

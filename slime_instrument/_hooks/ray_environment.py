@@ -14,7 +14,7 @@ from slime_instrument._hooks.process import Process, dump_is_asked_for
 from slime_instrument._installation import advice
 from slime_instrument._log import log
 from slime_instrument._patching.patch import Call, around
-from slime_instrument._switch import PREFIX, ROUTE_VARIABLE
+from slime_instrument._switch import PREFIX, ROUTE_VARIABLE, package
 
 _CARRIED = "carried to the train actors by an armed driver"
 
@@ -22,7 +22,7 @@ _CARRIED = "carried to the train actors by an armed driver"
 @around(
     "ray-environment",
     # The one method that reads args.train_env_vars, in every release.
-    "slime.ray.actor_group:RayTrainGroup._allocate_gpus_for_actor",
+    f"{package()}.ray.actor_group:RayTrainGroup._allocate_gpus_for_actor",
     takes=("self",),
     optional=True,
 )

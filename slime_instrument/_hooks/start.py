@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from slime_instrument._dump.rank import megatron_is_up
 from slime_instrument._hooks.process import Process, dump_is_asked_for
 from slime_instrument._patching.patch import Call, around
+from slime_instrument._switch import package
 
 
 @around(
     "start",
-    "slime.backends.megatron_utils.actor:MegatronTrainRayActor.init",
+    f"{package()}.backends.megatron_utils.actor:MegatronTrainRayActor.init",
     takes=("args",),
     optional=True,
     on_failure="The checks at the start of training are lost.",

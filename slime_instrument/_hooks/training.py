@@ -26,8 +26,9 @@ from slime_instrument._hooks.capture import (
 )
 from slime_instrument._hooks.process import Process, arguments, dump_is_asked_for
 from slime_instrument._patching.patch import Already, Call, around
+from slime_instrument._switch import package
 
-_MEGATRON = "slime.backends.megatron_utils"
+_MEGATRON = f"{package()}.backends.megatron_utils"
 _NATIVE = Already(NATIVE_CAPTURE, "slime captures these log-probs itself since #2266")
 _LOST_LOG_PROBS = "The log-probs of this micro-batch are lost, and with them this rollout's train dump."
 
@@ -86,7 +87,7 @@ def drain_native_capture() -> None:
 
 @around(
     "rollout-metrics",
-    "slime.observability.train_metric_utils:log_rollout_data",
+    f"{package()}.observability.train_metric_utils:log_rollout_data",
     f"{_MEGATRON}.data:log_rollout_data",
     takes=("rollout_data",),
     on_failure="A key of ours may show up in slime's metrics.",

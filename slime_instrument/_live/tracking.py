@@ -6,14 +6,16 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from slime_instrument._switch import package
+
 __all__ = ["PREFIX", "STEP_KEY", "log_metrics", "rollout_step", "slime_log"]
 
 PREFIX = "instrument/"
 STEP_KEY = "rollout/step"
 
 # Newest first. v0.2.0 and v0.2.1 have a logging_utils without log() and keep it in tracking_utils.
-_LOGGERS = ("slime.observability.logging_utils", "slime.utils.logging_utils", "slime.utils.tracking_utils")
-_STEPS = ("slime.observability.metric_utils", "slime.utils.metric_utils")
+_LOGGERS = ("observability.logging_utils", "utils.logging_utils", "utils.tracking_utils")
+_STEPS = ("observability.metric_utils", "utils.metric_utils")
 
 
 def slime_log() -> Callable[..., Any] | None:
@@ -51,7 +53,7 @@ def _declare_step() -> None:
 
 def _loaded(modules: tuple[str, ...], name: str) -> Callable[..., Any] | None:
     for module in modules:
-        found = getattr(sys.modules.get(module), name, None)
+        found = getattr(sys.modules.get(f"{package()}.{module}"), name, None)
         if callable(found):
             return found  # type: ignore[no-any-return]
     return None

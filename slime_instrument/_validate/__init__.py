@@ -34,6 +34,7 @@ from slime_instrument._validate.rollout import check_against_rollout, check_loca
 from slime_instrument._validate.samples import (
     check_field_coverage,
     check_lengths,
+    check_references,
     check_sample_types,
     check_top_level,
     check_unowned_tokens,
@@ -44,6 +45,7 @@ V2_CHECKS: tuple[Callable[[V2Dump, Problems], None], ...] = (
     check_sample_types,
     check_field_coverage,
     check_lengths,
+    check_references,
     check_unowned_tokens,
     check_order,
     check_shards,

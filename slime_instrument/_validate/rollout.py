@@ -25,7 +25,13 @@ from slime_instrument._format.values import (
     whole_number,
 )
 from slime_instrument._validate.problems import Problems, V2Dump
-from slime_instrument._validate.samples import check_log_probs, check_ragged, check_routed_experts, response_lengths_of
+from slime_instrument._validate.samples import (
+    check_log_probs,
+    check_ragged,
+    check_references,
+    check_routed_experts,
+    response_lengths_of,
+)
 
 # Rewards pass through float32 on some ways to the trainer.
 _REWARD_TOLERANCE = 1e-6
@@ -115,6 +121,7 @@ def check_rollout_dump(dump: RolloutDump, found: Problems) -> None:
         check_log_probs(i, sample, ("rollout_log_probs",), found)
         check_ragged(i, sample, response, found)
         check_routed_experts(i, sample, tokens, found)
+    check_references(dump, found)
 
 
 def _compare_tokens(i: int, sample: dict[str, Any], position: int, source: dict[str, Any], found: Problems) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from slime_instrument._format.dumps import RolloutDump
+from slime_instrument._format.references import TensorReference, references_in
 from slime_instrument._format.schema import (
     CONTEXT_PARALLEL_FIELDS,
     FORGOTTEN_CONTEXT_PARALLEL_FIELDS,
@@ -234,9 +236,21 @@ def check_routed_experts(i: int, sample: dict[str, Any], tokens: int | None, fou
     if rows != max(tokens - 1, 0):
         message = f"sample {i}: {name} has {rows} rows, expected {tokens} tokens - 1 = {max(tokens - 1, 0)}"
         found.error("routed-experts", message, sample=i, field=name)
-    if isinstance(value, torch.Tensor) and value.dim() != 3:
+    if isinstance(value, (torch.Tensor, TensorReference)) and len(value.shape) != 3:
         message = f"sample {i}: {name} has shape {tuple(value.shape)}, expected (tokens - 1, layers, top-k)"
         found.error("routed-experts", message, sample=i, field=name)
+
+
+def check_references(dump: V2Dump | RolloutDump, found: Problems) -> None:
+    """Tensors in files of their own, of which the file is gone. The dump itself is as it was written."""
+    samples = dump.samples if isinstance(dump, RolloutDump) else [sample for _, sample in dump.samples]
+    gone: dict[str, list[str]] = {}
+    for name, reference in references_in(samples):
+        if reference.file is None:
+            gone.setdefault(str(name), []).append(reference.path)
+    for name, paths in gone.items():
+        message = f"{name} of {len(paths)} samples is in files that are gone; the first: {paths[0]}"
+        found.warning("missing-file", message, field=name)
 
 
 def check_unowned_tokens(dump: V2Dump, found: Problems) -> None:

@@ -24,6 +24,34 @@ bit; the file is what the table says, compared value by value; `check` says befo
 
 """
 
+_FORKS = """## Forks
+
+Public repositories that carry the package `slime`, as they stood at these commits. Not part of the matrix: each was
+trained once, by hand, on DP2-CP2 with the plainest recipe, with us and without. "ok": every patch active but the
+driver's, which the lab has no use for; 8 samples in rollout order with captured log-probs; weights that are those of
+the run without us, bit for bit. "own changes": lines in `slime/` since the last commit of upstream's that it has.
+`check` says of all that dumps will be written, but for the two where it exits 1.
+
+"""
+_TRAINED_FORKS = (
+    ("RLsys-Foundation/APRIL", "a72b585", "2025-09", "0.0.1", "not counted", "older than v0.2.0: `check` exits 1"),
+    ("dzorlu/slime", "e7c18a0", "2025-11", "0.1.0", "+4932 −2088", "not here: older than what the lab trains"),
+    ("SeeleAI/seele-slime", "7ff8c77", "2025-11", "0.0.1", "not counted", "older than v0.2.0: `check` exits 1"),
+    ("Dodojordi/slime", "7ade54a", "2025-12", "0.2.0.post1", "none", "ok, with megatron-core 0.14.0"),
+    ("guapisolo/slime_", "0644397", "2025-12", "0.2.1", "none", "ok"),
+    ("kekmodel/slime", "2cd4130", "2026-01", "0.2.2", "+1909 −829", "ok"),
+    ("Osmosis-AI/slime-rl", "2048555b", "2026-04", "0.2.3", "+4935 −4157", "ok"),
+    ("kaysonyu/slime", "9b50665", "2026-04", "0.2.4", "none", "ok"),
+    ("L-hongbin/slime-kernel-agent", "24a85e4", "2026-05", "0.2.4", "+1049 −32", "ok"),
+    ("langtech-bsc/slime", "661d078", "2026-07", "0.3.0", "+2247 −191", "not here: asks for an argument the lab lacks"),
+    ("modal-projects/slime", "680824d", "2026-07", "0.3.0", "none", "ok"),
+)
+_RENAMED = """
+A fork whose package has another name is patched with `SLIME_INSTRUMENT_PACKAGE=NAME`, if its modules are slime's.
+Checked with slime 681b3adca~1 renamed to `vime` (`tests/real_slime/test_renamed_package.py`): dump and weights are
+those of the slime that it was, bit for bit. vime itself could not be had, and was not run.
+"""
+
 Found = Mapping[str, Mapping[str, Any]]
 
 _WORDS = {"ok": "ok", "failed": "**failed**", "absent": "–", "not run": "not run"}
@@ -90,9 +118,16 @@ def render(results: Found, sources: Mapping[str, Path], code: str) -> str:
         _figures(results),
         _notes(results),
         _LIMITS,
+        forks_section(),
         drift_section(),
     ]
     return "\n".join(part for part in parts if part)
+
+
+def forks_section() -> str:
+    """What came of each fork that was tried."""
+    heads = ("repository", "commit", "of", "version", "own changes", "trained")
+    return _FORKS + _table(heads, _TRAINED_FORKS) + _RENAMED
 
 
 def drift_section() -> str:
