@@ -65,7 +65,7 @@ class Moments:
 
     Attributes:
         n: tokens.
-        delta, size: Σδ and Σ\\|δ\\|.
+        delta, size, square: Σδ, Σ\\|δ\\| and Σδ².
         scale: Σ(1 - μ), the size of δ that an error of one nat in a token's logit causes.
         excess, gain: Σ(ρ - 1), and of its positive part alone.
         excess_delta, excess_rollout: Σ(ρ - 1)δ and Σ(ρ - 1) log μ.
@@ -78,6 +78,7 @@ class Moments:
     n: torch.Tensor
     delta: torch.Tensor
     size: torch.Tensor
+    square: torch.Tensor
     scale: torch.Tensor
     excess: torch.Tensor
     gain: torch.Tensor
@@ -107,7 +108,7 @@ class Moments:
             low = (x < IMPROBABLE).double()
             low_x, low_y = x * low, y * low
             values = {
-                "delta": y, "size": y.abs(), "scale": -torch.expm1(x.clamp(max=0.0)), "excess": excess,
+                "delta": y, "size": y.abs(), "square": y * y, "scale": -torch.expm1(x.clamp(max=0.0)), "excess": excess,
                 "gain": excess.clamp(min=0.0), "excess_delta": excess * y, "excess_rollout": excess * x,
                 "reverse_delta": reverse * y, "reverse_rollout": reverse * x, "low_n": low, "low_x": low_x,
                 "low_y": low_y, "low_xx": low_x * x, "low_xy": low_x * y, "certain": (x == 0).double(),

@@ -114,5 +114,5 @@ def test_compact_lists_measure_as_lists_do(tmp_path: Path) -> None:
     found = compare(tmp_path / "rollout.pt", tmp_path / "7.pt")
     assert type(found.rollout_dump.samples[0]["tokens"]).__name__ == "Tensor"
     expected = compare(*case.records())
-    ours = {key: value for key, value in found.items() if key not in ("rollout", "train")}
-    same(ours, {key: value for key, value in expected.items() if key not in ("rollout", "train")})
+    ours = {key: value for key, value in found.as_dict().items() if key not in ("rollout", "train")}
+    same(ours, {key: value for key, value in expected.as_dict().items() if key not in ("rollout", "train")})

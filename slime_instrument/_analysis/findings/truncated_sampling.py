@@ -16,6 +16,7 @@ _SURE = 5.0  # standard errors by which the mean ratio is below 1
 _SMALLEST = 0.005  # mass cut off that is worth a name
 _MOST = 0.6  # share of the unsure tokens with δ below 0; a few outliers cut the mean ratio too
 _FOLLOWS = 0.3  # slope of δ on log μ, at most: training must follow the engine, whose μ the mass does not know
+_UNEVEN = 0.2  # spread of δ over its mean, at least: what is kept differs from position to position
 _ONE_SIDED = 0.5  # gain over loss; 1 for two full distributions, and noise brings a truncated one nearer to it
 
 
@@ -56,6 +57,9 @@ def _cut(view: View, group: Group) -> bool:
     if temperature.fit_of(view, group) is not None:
         return temperature.truncates(moments)
     if abs(moments.slope.value) > _FOLLOWS and moments.slope.beyond(_SURE):
+        return False
+    mean = moments.total("delta") / group.n_tokens
+    if moments.total("square") / group.n_tokens - mean**2 < (_UNEVEN * mean) ** 2:
         return False
     most = moments.total("lower") >= _MOST * moments.total("unsure")
     return most and moments.gain_over_loss <= _ONE_SIDED
