@@ -43,6 +43,8 @@ def test_without_variables_the_defaults_hold() -> None:
         ("TIMEOUT_S", "3600", "timeout_s", 3600.0),
         ("CP_FIELDS", "my_kl, my_entropy,", "cp_fields", ("my_kl", "my_entropy")),
         ("CP_FIELDS", "", "cp_fields", ()),
+        ("PACKAGE", "vime", "package", "vime"),
+        ("PACKAGE", " ", "package", "slime"),
     ],
 )
 def test_a_good_value_is_read(variable: str, text: str, attribute: str, value: Any) -> None:
@@ -57,6 +59,7 @@ BAD: dict[str, list[str]] = {
     "PIN": ["a", "1-", "-1", "5-3", "1;2", "1-2-3", "²", "1 2", "0.5", "9" * 5000],
     "BUCKET_MB": ["", "0", "-1", "nan", "inf", "1e999", "64MB", "1e-999"],
     "TIMEOUT_S": ["", "0", "-1", "nan", "inf", "soon", "0.0001", "1e12"],
+    "PACKAGE": ["a.b", "a-b", "1a", "a b"],
     "CP_FIELDS": ["a b", "1x", "a-b", "a,b!", "a.b"],
 }
 

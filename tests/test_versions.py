@@ -56,3 +56,13 @@ def test_without_slime_there_is_no_version_of_it(monkeypatch: pytest.MonkeyPatch
     assert set(found) == {"slime_instrument", "slime", "torch", "megatron_core"}
     assert found["slime_instrument"] == __version__
     assert found["torch"] == installed("torch")
+
+
+def test_under_another_name_slime_is_asked_by_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, version in (("slime", "1"), ("vime", "2")):
+        module: Any = ModuleType(name)
+        module.__version__ = version
+        monkeypatch.setitem(sys.modules, name, module)
+    assert slime_version() == "1"
+    monkeypatch.setenv("SLIME_INSTRUMENT_PACKAGE", "vime")
+    assert slime_version() == "2"

@@ -175,7 +175,7 @@ def _restored(sources: dict[int, list[RankData]], layout: Layout, positions: lis
         common = set.intersection(*({k for k, v in rank.rollout_data.items() if v is not None} for rank in ranks))
         for cp, rank in enumerate(ranks):
             data = whole_fields(rank, common)
-            padded = padded_lengths(rank)
+            padded = padded_lengths(data)
             if positions is not None:
                 data["partition"] = positions[number]
             contributions.append(

@@ -170,7 +170,7 @@ class _Files:
             return f"rank {number} has no lists response_lengths and total_lengths"
         key = (number, cp, cp_rank)
         if key not in self._expected:
-            self._expected[key] = shard_lengths(totals, responses, cp, cp_rank, padded_lengths(self._ranks[number]))
+            self._expected[key] = shard_lengths(totals, responses, cp, cp_rank, padded_lengths(data))
         expected = self._expected[key]
         for name, lengths in self._lengths[number].items():
             if lengths == expected or (name == "teacher_log_probs" and lengths in (responses, totals)):

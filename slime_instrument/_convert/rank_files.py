@@ -4,7 +4,7 @@ where their samples were in the rollout, which old files do not say."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,9 +75,9 @@ def whole_fields(rank: RankData, common: set[str]) -> dict[str, Any]:
     return data
 
 
-def padded_lengths(rank: RankData) -> list[int] | None:
+def padded_lengths(data: Mapping[str, Any]) -> list[int] | None:
     """Per sample the length that chunks were cut from in the bshd layout (v0.2.2 to v0.3.0); None in any other."""
-    return None if rank.qkv_format == "thd" else as_ints(rank.rollout_data.get("max_seq_lens"))
+    return as_ints(data.get("max_seq_lens"))
 
 
 def _trouble(rank: RankData) -> str | None:

@@ -8,6 +8,7 @@ training learns which objects they are; nothing is read before somebody asks for
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -35,14 +36,24 @@ def is_reference_class(qualified_name: str) -> bool:
 
 def is_kept(kind: type) -> bool:
     """Whether slime's dumps keep objects of this class, with their file linked beside the dump."""
-    found = _CLASSES.fullmatch(f"{kind.__module__}.{kind.__qualname__}")
-    return found is not None and found[1] == "DiskTensorRef"
+    hashable: Any = kind
+    return _fate(hashable) == "kept"
 
 
 def is_written_out(kind: type) -> bool:
     """Whether slime's dumps hold the tensors that objects of this class stand for, because their files are short-lived.
     Their ``load()`` gives them."""
-    return is_reference_class(f"{kind.__module__}.{kind.__qualname__}") and not is_kept(kind)
+    hashable: Any = kind
+    return _fate(hashable) == "written out"
+
+
+@functools.lru_cache(maxsize=256)  # asked of every value of a dump
+def _fate(kind: Any) -> str | None:
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    found = _CLASSES.fullmatch(name)
+    if found is not None and found[1] == "DiskTensorRef":
+        return "kept"
+    return "written out" if is_reference_class(name) else None
 
 
 class TensorReference:

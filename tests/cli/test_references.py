@@ -16,6 +16,7 @@ from slime_instrument._format.dumps import read_rollout_dump
 from slime_instrument._format.references import count_references
 from slime_instrument._format.summary import inspect_dump
 from slime_instrument._validate import validate_files
+from tests.format import builders
 from tests.format.test_references import EXPERTS, FIELD, written
 from tests.tensor_files import tensor_store
 
@@ -71,3 +72,31 @@ def test_an_extract_holds_slimes_own_objects_which_load_their_files(tmp_path: Pa
             saved = torch.load(rollout, weights_only=False)["samples"]
             assert [sample[FIELD] for sample in samples] == [sample[FIELD] for sample in saved]
     assert count_references(read_rollout_dump(out).samples).missing == 0
+
+
+@pytest.mark.parametrize("field", [*builders.sample(0), *builders.rollout()["samples"][0]])
+def test_a_reference_in_the_place_of_any_field_breaks_no_command(tmp_path: Path, call: Any, field: str) -> None:
+    """Whatever a damaged file refers to: a command ends with a status of its own, and says why in one document."""
+    rollout, train = written(tmp_path)
+    with tensor_store() as Reference:
+        for path in (rollout, train):
+            payload = torch.load(path, weights_only=False)
+            for sample in payload["samples"]:
+                if field in sample:
+                    sample[field] = sample[FIELD]
+            assert Reference is type(payload["samples"][0][FIELD])
+            torch.save(payload, path)
+    for command in (
+        ("inspect", train, "--sample", "0"),
+        ("validate", train, rollout, "--rollout", rollout),
+        ("compare", rollout, train),
+        ("audit", rollout, train),
+        ("what-if", rollout, train),
+        ("export", rollout, train, "-o", tmp_path / "all.parquet"),
+        ("export", rollout, train, "-o", tmp_path / "all.parquet", "--level", "token"),
+        ("report", rollout, train, "-o", tmp_path / "report.html"),
+        ("extract", rollout, "--samples", "1", "-o", tmp_path / "few.pt"),
+    ):
+        outcome = call(*command, "--json")
+        assert outcome.code in (0, 1, 2), (command, outcome.err)
+        assert json.loads(outcome.out), command
