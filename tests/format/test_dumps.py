@@ -63,8 +63,8 @@ def test_columns_of_a_rank_leave_out_the_schedule_and_the_whole_batch(tmp_path: 
     payload = builders.rank_file(0, [0, 1], batch=2)
     payload["rollout_data"].update(global_batch_sizes=[1, 1], dynamic_global_batch_size=2, max_seq_lens=[6, 6])
     (rank,) = read_train_dump(builders.save(payload, tmp_path / "7_0.pt")).ranks
-    assert "max_seq_lens" in rank.columns()
-    assert not {"raw_reward", "global_batch_sizes", "dynamic_global_batch_size"} & set(rank.columns())
+    assert "max_seq_lens" in rank.columns
+    assert not {"raw_reward", "global_batch_sizes", "dynamic_global_batch_size"} & set(rank.columns)
 
 
 @pytest.mark.parametrize(
