@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from slime_instrument._cli.output import AllowPickle, Json, check_output, note, print_json, progress, reporting_errors
+from slime_instrument._cli.output import AllowPickle, Json, note, print_json, progress, reporting_errors
 
 _EPILOG = (
     "Examples: slime-instrument convert train_data/0_*.pt -o 0.pt --rollout rollout_data/0.pt; "
@@ -42,7 +42,6 @@ def convert(
         from slime_instrument._convert import convert_files
         from slime_instrument._format.pairs import dump_files
 
-        check_output(output)
         converted = convert_files(
             dump_files(old), output, rollout=rollout, allow_pickle=allow_pickle, tp=tp, pp=pp, cp=cp, dp=dp, order=order
         )

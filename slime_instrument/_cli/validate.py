@@ -45,9 +45,10 @@ def validate(
         from slime_instrument._format.pairs import dump_files
         from slime_instrument._validate import validate_files
 
-        files = dump_files(dumps)
-        if not files:
+        if not dump_files(dumps):
             raise UsageError(f"{dumps[0]}: holds no dumps. Nothing was validated.")
+        # A folder without dumps is told as what it is beside the others: unreadable.
+        files = list(dict.fromkeys(file for path in dumps for file in dump_files([path]) or [path]))
         report = validate_files(files, rollout=rollout, allow_pickle=allow_pickle)
     for problem in report.unreadable:
         note(f"slime_instrument: {problem.message}")

@@ -17,8 +17,8 @@ def folder(tmp_path: Path) -> Path:
     for i in (0, 2, 10):
         payload = builders.v2()
         payload["rollout_id"] = i
-        for sample in payload["samples"]:
-            sample["log_probs"] = sample["rollout_log_probs"] - i / 100
+        for n, sample in enumerate(payload["samples"]):
+            sample["log_probs"] = sample["rollout_log_probs"] - i / 100 * (-1) ** n
         builders.save(payload, tmp_path / "train_data" / f"{i}.pt")
         builders.save(builders.rollout(payload), tmp_path / "rollout_data" / f"{i}.pt")
     builders.save(builders.rollout(payload), tmp_path / "rollout_data" / "eval_10.pt")

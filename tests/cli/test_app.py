@@ -75,7 +75,6 @@ def test_a_reader_that_goes_away_ends_a_command_as_it_ends_other_tools(tmp_path:
         (("export", "{dump}", "-o", "none/x.parquet"), "no folder"),
         (("report", "{dump}", "-o", "none/x.html"), "no folder"),
         (("extract", "{dump}", "--samples", "0", "-o", "none/x.pt"), "no folder"),
-        (("convert", "{dump}", "-o", "none/x.pt"), "no folder"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused_and_no_folder_is_made(

@@ -28,7 +28,8 @@ def sample(
         "rollout_mask_sums": torch.tensor(float(response)),
         "total_lengths": total,
         "rollout_log_probs": -torch.arange(1, response + 1, dtype=torch.float32),
-        "log_probs": -torch.arange(1, response + 1, dtype=torch.float32) - 0.1,
+        # Off downwards, upwards, upwards, downwards: all in one direction would be a fault.
+        "log_probs": -torch.arange(1, response + 1, dtype=torch.float32) - 0.1 * (-1) ** (position + position // 2),
         "advantages": torch.full((response,), 0.5),
     }
 
