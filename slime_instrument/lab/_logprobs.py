@@ -1,7 +1,7 @@
 """Rollout log-probs that nearly agree with training: those of an earlier pass as an engine would have returned them.
 
-An inference engine's kernels sum in another order and round to bf16. Rounding alone would be a finding of its own
-(``dtype-rounding``): one side exactly the other's, shortened.
+An inference engine's kernels sum in another order and round what they sum. The log-probs themselves are float32: values
+stored in bf16 would be a finding of their own (``dtype-rounding``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _KERNEL_NOISE = 2.0**-8
 
 
 def rollout_log_probs_from(train_dumps: Iterable[Path], path: Path) -> Path:
-    """Write ``{rollout_id: {position: [floats]}}`` from the v2 train dumps of an earlier pass, with seeded kernel noise
-    and rounded to bf16.
+    """Write ``{rollout_id: {position: [floats]}}`` from the v2 train dumps of an earlier pass, with seeded kernel
+    noise.
 
     Positions are those in the rollout dump. They equal ``Sample.index`` in the default sample set, and unlike it stay
     unique when one rollout fans out into several samples.
@@ -62,4 +62,4 @@ def _as_an_engine(log_probs: torch.Tensor, seed: int) -> torch.Tensor:
     import torch
 
     noise = torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(seed))
-    return (log_probs * (1 + _KERNEL_NOISE * noise)).clamp(max=0).bfloat16().float()
+    return (log_probs * (1 + _KERNEL_NOISE * noise)).clamp(max=0)

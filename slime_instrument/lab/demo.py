@@ -1,6 +1,6 @@
 """The demonstration: train twice, and say in figures what agrees.
 
-The first pass runs in a single process. Its log-probs, rounded to bf16 as an inference engine would return them, become
+The first pass runs in a single process. Its log-probs, with noise such as an inference engine's kernels would add, become
 the rollout's log-probs of the second pass, which trains in the layout that was asked for. So train and rollout nearly
 agree, as in a healthy run, and the parallel layout can be held against the single process.
 """
@@ -20,7 +20,7 @@ from slime_instrument.lab._logprobs import rollout_log_probs_from
 from slime_instrument.lab._options import LabError, LabOptions, LabResult
 from slime_instrument.lab._training import train
 
-_SIMULATED = "no engine ran: training's own from a single process, plus seeded noise, rounded to bf16"
+_SIMULATED = "no engine ran: training's own from a single process, plus seeded noise"
 # The first pass is the demonstration's own: every rollout of it is needed, whatever the user's job should keep.
 _EVERY_DUMP = {
     "SLIME_INSTRUMENT_EVERY": "1",
