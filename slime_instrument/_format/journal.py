@@ -207,6 +207,8 @@ def read_journal(path: Path) -> Journal:
     waiting, stepped_out = "", ""
     problems = []
     for number, text in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        if not text:
+            continue  # a writer saw half of another's line, and took it for one that was cut
         try:
             line = json.loads(text)
             event = line["event"]

@@ -187,6 +187,17 @@ def test_lines_of_several_writers_do_not_mix(tmp_path: Path) -> None:
     assert (len(found.rollouts), found.problems) == (200, [])
 
 
+def test_a_writer_that_sees_half_of_anothers_line_spoils_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pread", lambda *_: b"{")
+        append(tmp_path, "written", rollout_id=7, path="7.pt", bytes=5)
+    found = read_journal(tmp_path)
+    assert (states(tmp_path), found.problems) == ([(7, "written")], [])
+
+
 def test_values_that_are_no_json_are_written_as_text(tmp_path: Path) -> None:
     append(tmp_path, "start", template=Path("x"), odd=object())
     assert read_journal(tmp_path).starts[0]["template"] == "x"
