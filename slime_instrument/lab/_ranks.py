@@ -8,9 +8,7 @@ import importlib
 import inspect
 import logging
 import os
-import shutil
 import sys
-import tempfile
 import time
 import traceback
 from argparse import Namespace
@@ -57,11 +55,7 @@ def _train(options: LabOptions, actor_module: Any, rank: int, port: int, answers
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    # slime checks that there is a checkpoint before it asks Megatron-LM, here a stub, to load it.
-    checkpoint = Path(tempfile.mkdtemp(prefix="slime-instrument-lab-")) / "iter_0000000"
-    checkpoint.mkdir()
-    (checkpoint / "latest_checkpointed_iteration.txt").touch()
-    args = _arguments(options, checkpoint)
+    args = _arguments(options)
     # The actor asks for these files although nothing in them is used.
     for name, stub in (("AutoConfig", Namespace(vocab_size=VOCABULARY)), ("AutoTokenizer", None)):
         if hasattr(actor_module, name):
@@ -80,7 +74,6 @@ def _train(options: LabOptions, actor_module: Any, rank: int, port: int, answers
     actor = object.__new__(actor_module.MegatronTrainRayActor)
     actor._world_size, actor._rank = options.world, rank
     actor.init(args, "actor", with_ref=options.with_ref)
-    shutil.rmtree(checkpoint.parent)
     if options.with_ref:
         # Weights of its own, so that log-probs taken from the wrong model show.
         _weights.set_by_name(actor_module, args, actor, "ref")
@@ -141,7 +134,11 @@ def _train(options: LabOptions, actor_module: Any, rank: int, port: int, answers
     torch.distributed.destroy_process_group()
 
 
-def _arguments(options: LabOptions, checkpoint: Path) -> Namespace:
+def checkpoint_of(options: LabOptions) -> Path:
+    return options.out / "iter_0000000"
+
+
+def _arguments(options: LabOptions) -> Namespace:
     out = options.out
     fault = parse_fault(options.fault)
     hot = {"rollout_temperature": fault.value} if fault and fault.name == "temperature" else {}
@@ -150,8 +147,8 @@ def _arguments(options: LabOptions, checkpoint: Path) -> Namespace:
         pp=options.pp,
         cp=options.cp,
         world=options.world,
-        load=str(checkpoint),
-        ref_load=str(checkpoint),
+        load=str(checkpoint_of(options)),
+        ref_load=str(checkpoint_of(options)),
         hf_checkpoint=str(out / "hf"),
         num_rollout=options.rollouts,
         **{**hot, **options.overrides},

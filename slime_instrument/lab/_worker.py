@@ -6,11 +6,13 @@ import importlib
 import json
 import multiprocessing as mp
 import os
+import shutil
 import socket
 import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -112,8 +114,21 @@ def _run(options: LabOptions, actor_module: Any, say: Any, began: float, importe
 
 
 def _run_ranks(options: LabOptions, actor_module: Any, say: Any) -> dict[str, Any]:
-    from slime_instrument.lab._ranks import rank_main
+    from slime_instrument.lab._ranks import checkpoint_of, rank_main
 
+    # slime checks that there is a checkpoint before it asks Megatron-LM, here a stub, to load it.
+    checkpoint = checkpoint_of(options)
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "latest_checkpointed_iteration.txt").touch()
+    try:
+        return _answers_of_ranks(options, actor_module, rank_main, say)
+    finally:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+def _answers_of_ranks(
+    options: LabOptions, actor_module: Any, rank_main: Callable[..., None], say: Any
+) -> dict[str, Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

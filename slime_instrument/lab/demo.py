@@ -1,8 +1,8 @@
 """The demonstration: train twice, and say in figures what agrees.
 
-The first pass runs in a single process. Its log-probs, with noise such as an inference engine's kernels would add, become
-the rollout's log-probs of the second pass, which trains in the layout that was asked for. So train and rollout nearly
-agree, as in a healthy run, and the parallel layout can be held against the single process.
+The first pass runs in a single process. Its log-probs, with noise such as an inference engine's kernels would add,
+become the rollout's log-probs of the second pass, which trains in the layout that was asked for. So train and rollout
+nearly agree, as in a healthy run, and the parallel layout can be held against the single process.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ _WRITE = (f"{_DUMP}.file", "Disk.write")
 
 def _dump() -> Iterator[Site]:
     for name, module, function, who in (
-        ("topology", f"{_DUMP}.contribute", "read_topology", "all"),
+        ("topology", f"{_DUMP}.rank", "read_topology", "all"),
         ("presence", f"{_DUMP}.exchange", "Presence.absent", "part"),
         ("arrive", f"{_DUMP}.exchange", "Agreement.arrive", "part"),
         ("wait-for-all", f"{_DUMP}.exchange", "Agreement.wait_for_all", "writer"),
