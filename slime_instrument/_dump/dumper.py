@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +117,11 @@ class Dumper:
             return
         self._told = rollout_id
         try:
-            topology = self._topology or read_topology()
-            if topology.takes_part:
-                self._agreement(self._next_call(rollout_id), topology).give_up(reason)
-                if topology.is_writer:
-                    self._say("lost", rollout_id=rollout_id, reason=reason)
+            topology = self._topology_if_known()
+            if topology is None or topology.takes_part:
+                exchange.give_up(self._store(), self._next_call(rollout_id), self._presence.rank, reason)
+            if topology is not None and topology.is_writer:
+                self._say("lost", rollout_id=rollout_id, reason=reason)
         except Exception as error:
             if not_ours(error):
                 raise
@@ -135,8 +136,8 @@ class Dumper:
             self.give_up(rollout_id, error)
             return
         try:
-            topology = self._topology or read_topology()
-            if topology.takes_part and len(topology.participants) > 1:
+            topology = self._topology_if_known()
+            if topology is not None and topology.takes_part and len(topology.participants) > 1:
                 self._agreement(CallId(rollout_id, self._attempts.get(rollout_id, 0), 0), topology).pass_by()
         except Exception as failed:
             if not_ours(failed):
@@ -247,6 +248,8 @@ class Dumper:
             )
             return None
         templates = agreement.wait_for_all()
+        absent = [rank for rank in topology.participants if rank != topology.rank and rank not in templates]
+        topology = replace(topology, participants=tuple(one for one in topology.participants if one not in absent))
         other = {rank: text for rank, text in templates.items() if Path(text).name != Path(template).name}
         if other:
             raise DumpError(f"the ranks dump to different paths: rank {topology.rank} to {template}, others to {other}")
@@ -259,6 +262,8 @@ class Dumper:
         finally:
             listener.close()
         agreement.forget()
+        if absent:
+            self._note(f"a dump lacks rank(s) {absent}, which ended their train_actor without calling the dump")
         return parts
 
     def _write(self, args: Any, rollout_id: int, payload: dict[str, Any], path: Path, began: float) -> None:
@@ -351,15 +356,26 @@ class Dumper:
         self._calls[rollout_id] = call + 1
         return CallId(rollout_id, self._attempts.get(rollout_id, 0), call)
 
-    def _agreement(self, call: CallId, topology: Topology) -> Agreement:
-        """How this rank and the others agree on ``call``. Raises :class:`DumpError` where the store does not answer."""
+    def _topology_if_known(self) -> Topology | None:
         try:
-            store = self._presence.connect()
+            return self._topology or read_topology()
+        except Exception as error:
+            if not_ours(error):
+                raise
+            return None
+
+    def _store(self) -> exchange.Store:
+        """The job's store. Raises :class:`DumpError` where it does not answer."""
+        try:
+            return self._presence.connect()
         except DumpError:
             raise
         except RuntimeError as error:  # what torch's stores raise
             raise DumpError(f"the job's store does not answer: {describe(error)}") from error
-        return Agreement(store, call, topology, self._settings.timeout_s, self._missed, self._waiting)
+
+    def _agreement(self, call: CallId, topology: Topology) -> Agreement:
+        """How this rank and the others agree on ``call``. Raises :class:`DumpError` where the store does not answer."""
+        return Agreement(self._store(), call, topology, self._settings.timeout_s, self._missed, self._waiting)
 
     def _refuse_if_absent(self, topology: Topology, rollout_id: int) -> None:
         """Where a rank is known not to take part, nobody waits for it."""

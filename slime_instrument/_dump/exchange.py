@@ -72,7 +72,7 @@ class Presence:
         self._dumps_of: dict[int, str] = {}
         self.store: Store | None = None
         self._of: Any = None
-        self._rank = -1
+        self.rank = -1
         self._out: str | None = None
 
     def connect(self) -> Store:
@@ -83,20 +83,20 @@ class Presence:
         current = distributed_c10d._get_default_store()
         if self.store is None or current is not self._of:
             careful: Any = _Careful(_own_connection(current))
-            self.store, self._of, self._rank = careful, current, dist.get_rank()
+            self.store, self._of, self.rank = careful, current, dist.get_rank()
             self._say_what_is_dumped(self.store)
             self._announce(self.store)
         return self.store
 
     def _say_what_is_dumped(self, store: Store) -> None:
         self._dumps_of = {}
-        store.set(f"{_ROOT}/dumps/{self._rank}", self._dumps)
+        store.set(f"{_ROOT}/dumps/{self.rank}", self._dumps)
 
     def _announce(self, store: Store) -> None:
         if self._out is None:
-            store.set(f"{_ROOT}/armed/{self._rank}", "1")
+            store.set(f"{_ROOT}/armed/{self.rank}", "1")
         else:
-            store.set(f"{_ROOT}/armed/{self._rank}", storable(f"out:{self._out}"))
+            store.set(f"{_ROOT}/armed/{self.rank}", storable(f"out:{self._out}"))
             store.add(f"{_ROOT}/out", 1)
 
     @property
@@ -228,8 +228,20 @@ class CallId:
         return f"{self.rollout_id}/{self.attempt}/{self.call}"
 
 
-_GRACE_S = 0.5
-"""How long a rank is waited for that has ended its training step without calling the dump."""
+def give_up(store: Store, call: CallId, rank: int, reason: str) -> None:
+    """Tell the others not to wait for ``rank``, or, once bytes travel, why they end. Never raises: it is called when
+    something has failed already, and the others' bounded waits cover a store that is gone too."""
+    text = storable(f"rank {rank}: {reason}")
+    try:
+        store.compare_set(f"{_ROOT}/{call}/decision", "", f"skip:{text}")
+        store.compare_set(f"{_ROOT}/{call}/failed", "", text)
+    except Exception as error:
+        if not_ours(error):
+            raise
+
+
+_LOOK_S = 0.25
+"""How often it is asked, during a wait, whether a rank has ended its training step without calling the dump."""
 
 
 class Agreement:
@@ -256,14 +268,8 @@ class Agreement:
         self._sleep, self._clock = sleep, clock
 
     def give_up(self, reason: str) -> None:
-        """Tell the others not to wait, or, once bytes travel, why they end. Never raises: it is called when something
-        has failed already, and the others' bounded waits cover a store that is gone too."""
-        try:
-            self._decide(f"skip:rank {self._topology.rank}: {reason}")
-            self._store.compare_set(f"{self._root}/failed", "", storable(f"rank {self._topology.rank}: {reason}"))
-        except Exception as error:
-            if not_ours(error):
-                raise
+        """See :func:`give_up`."""
+        give_up(self._store, self._call, self._topology.rank, reason)
 
     def failure(self, within_s: float = 0.0) -> str | None:
         """Why a rank ended after "go"; None as far as is known. ``within_s``: how long to wait for a rank that closed
@@ -284,8 +290,9 @@ class Agreement:
     def pass_by(self) -> None:
         """This rank's training step has ended and it called no dump: it may still, but nobody should count on it."""
         self._store.set(self._passed(self._topology.rank), "1")
+        self._store.add(self._passed("count"), 1)
 
-    def _passed(self, rank: int) -> str:
+    def _passed(self, rank: int | str) -> str:
         return f"{_ROOT}/{self._call.rollout_id}/{self._call.attempt}/passed/{rank}"
 
     def arrive(self, template: str) -> None:
@@ -295,12 +302,26 @@ class Agreement:
             self._store.add(f"{self._root}/count", 1)
 
     def wait_for_all(self) -> dict[int, str]:
-        """The writer: wait until all others have come; returns their path templates. Raises :class:`NotAgreed`."""
+        """The writer: wait until all others have come; returns their path templates. Raises :class:`NotAgreed`.
+
+        Ranks that ended their training step without calling the dump, as a trainer of the user's may have it, are not
+        among them.
+        """
         others = [rank for rank in self._topology.participants if rank != self._topology.rank]
         self._skip_known_absent(others)
-        if not self._wait(lambda: self._store.add(f"{self._root}/count", 0) >= len(others), others):
+
+        def come() -> int:
+            return self._store.add(f"{self._root}/count", 0)
+
+        def come_or_passed_by() -> bool:
+            # The first question is one message, however many ranks there are.
+            there = come() + self._store.add(self._passed("count"), 0) >= len(others)
+            return there and self._passed_by(self._lacking(others))
+
+        if not self._wait(lambda: come() >= len(others), others, settled=come_or_passed_by):
             self._obey()
-        return {rank: self._store.get(self._ready(rank)).decode() for rank in others}
+        lacking = self._lacking(others)
+        return {rank: self._store.get(self._ready(rank)).decode() for rank in others if rank not in lacking}
 
     def go(self, address: Mapping[str, Any]) -> None:
         """The writer, once it could take everything: start. Raises :class:`NotAgreed` when somebody gave up."""
@@ -314,7 +335,7 @@ class Agreement:
         """
         writer = self._topology.writer
         self._skip_known_absent([writer])
-        if self._wait(lambda: self._store.check([self._ready(writer)]), [writer]):
+        if self._wait(lambda: self._store.check([self._ready(writer)]), [writer], settled=self._without_a_writer):
             self._wait(lambda: False, [writer], self._timeout_s + 2)
         address: dict[str, Any] = json.loads(self._obey())
         return address
@@ -346,36 +367,52 @@ class Agreement:
                 )
                 self._missed[rank, self._call.call] = self._call  # if it comes late to this one, it is back
 
-    def _wait(self, condition: Callable[[], bool], ranks: Sequence[int], limit_s: float | None = None) -> bool:
+    def _wait(
+        self,
+        condition: Callable[[], bool],
+        ranks: Sequence[int],
+        limit_s: float | None = None,
+        settled: Callable[[], bool] = lambda: False,
+    ) -> bool:
         """Poll, so that the store stays free for training's own threads. False once there is a decision; one is made
-        when the bound is reached."""
+        when the bound is reached. ``settled``: another reason to wait no longer, looked at now and then."""
         decision = f"{self._root}/decision"
         patience = Patience(limit_s or self._timeout_s, lambda: self._who_lacks(ranks), self._say)
-        look_at_s, late = _GRACE_S, ""
+        look_at_s = _LOOK_S / 4
         while True:
             began = self._clock()
             if self._store.check([decision]):
                 return False
             if condition():
                 return True
+            if patience.all_s >= look_at_s:
+                look_at_s = patience.all_s + _LOOK_S
+                if settled():
+                    return True
             step = patience.step_s()
             self._sleep(step)
             # A store that answers slowly is part of the wait.
             if not patience.waited(self._clock() - began, step + min(1.0, self._timeout_s / 4)):
                 break
-            if patience.all_s >= look_at_s:
-                look_at_s += 1.0
-                passed = self._lacking(ranks)
-                if passed and all(self._store.check([self._passed(rank)]) for rank in passed):
-                    late = f"rank(s) {passed} ended their train_actor without calling the dump"
-                    break
         lacking = self._lacking(ranks)
         for rank in lacking:
             self._missed[rank, self._call.call] = self._call
-        if not late:
-            late = f"rank(s) {lacking} did not come" if lacking else f"rank(s) {list(ranks)} came but decided nothing"
-            late += f" within {limit_s or self._timeout_s:g} s"
-        self._decide(f"skip:{late} (rank {self._topology.rank} waited)")
+        late = f"rank(s) {lacking} did not come" if lacking else f"rank(s) {list(ranks)} came but decided nothing"
+        self._decide(f"skip:{late} within {limit_s or self._timeout_s:g} s (rank {self._topology.rank} waited)")
+        return False
+
+    def _passed_by(self, ranks: Sequence[int]) -> bool:
+        """Whether all of ``ranks`` ended their training step without calling the dump, and this rank did not: where
+        the dump is called after that step, they are only about to come."""
+        passed = bool(ranks) and all(self._store.check([self._passed(rank)]) for rank in ranks)
+        return passed and not self._store.check([self._passed(self._topology.rank)])
+
+    def _without_a_writer(self) -> bool:
+        """Give up at once where the writer ended its training step without calling the dump."""
+        writer = self._topology.writer
+        if self._passed_by([writer]):
+            self._decide(f"skip:rank {writer} ended its train_actor without calling the dump, whose file it writes")
+            return True
         return False
 
     def _lacking(self, ranks: Sequence[int]) -> list[int]:
@@ -484,6 +521,10 @@ def _plan(
     by_data_rank: dict[int, dict[int, Description]] = {}
     for one in descriptions:
         by_data_rank.setdefault(one.data_rank, {})[one.context_rank] = one
+    for data_rank, parts in by_data_rank.items():
+        if len(parts) < cp:
+            lacking = sorted(set(range(cp)) - set(parts))
+            raise DumpError(f"of data-parallel rank {data_rank} the parts of context-parallel rank(s) {lacking} lack")
     restoring = {rank: Restoring(by_data_rank[rank], cp, cp_fields) for rank in sorted(by_data_rank)}
     sinks = {one.rank: restoring[one.data_rank].sink(one.context_rank) for one in descriptions}
     return list(restoring.values()), sinks

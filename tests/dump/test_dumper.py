@@ -345,3 +345,35 @@ def test_what_the_machine_lacks_costs_one_dump_and_is_no_fault_of_ours(shortage:
     assert said[0][1] == "done"
     assert list(loaded(tmp_path)) == ["1.pt"]
     assert [one.state for one in read_journal(tmp_path).rollouts] == ["lost", "written"]
+
+
+def only_some_call(folder: Path, callers: tuple[int, ...], rank: int) -> list[str]:
+    """Two rollouts, in which a trainer of the user's calls the dump on some ranks only."""
+    made, found = dumper(), []
+    for rollout_id in (0, 1):
+        made.begin(rollout_id)
+        dist.barrier()
+        found.append(dump(made, rank, folder, rollout_id) if rank in callers else "no call")
+        made.ended(rollout_id)
+    return found
+
+
+def test_where_only_some_ranks_call_the_dump_it_holds_what_they_have(expected: dict[str, Any], tmp_path: Path) -> None:
+    assert on_ranks(partial(only_some_call, tmp_path, (0, 1))) == [["done"] * 2] * 2 + [["no call"] * 2] * 2
+    dumps = loaded(tmp_path)
+    assert list(dumps) == ["0.pt", "1.pt"]
+    for found in dumps.values():
+        assert [shard["data_parallel_rank"] for shard in found["dp_shards"]] == [0]
+        assert {sample["data_parallel_rank"] for sample in found["samples"]} == {0}
+        ours = [sample for sample in expected["samples"] if sample["data_parallel_rank"] == 0]
+        for one, other in zip(found["samples"], ours, strict=True):
+            assert one.keys() == other.keys()
+            assert torch.equal(one["log_probs"], other["log_probs"])
+    assert "lacks rank(s) [2, 3]" in (tmp_path / "instrument.jsonl").read_text()
+
+
+def test_half_of_a_context_parallel_pair_is_no_dump(tmp_path: Path) -> None:
+    on_ranks_0_and_1 = on_ranks(partial(only_some_call, tmp_path, (0, 2, 3)))[:2]
+    assert "of data-parallel rank 0 the parts of context-parallel rank(s) [1] lack" in on_ranks_0_and_1[0][0]
+    assert on_ranks_0_and_1[1] == ["no call"] * 2
+    assert loaded(tmp_path) == {}

@@ -98,7 +98,9 @@ def _error(
         if error is None or error["type"] != "DumpError" or not chained:
             yield "policy", f"{at}: strict must raise DumpError from the fault, found {error}"
     elif error is not None:
-        allowed = (scenario.strict and live and error["type"] == "DumpError") or (scenario.alone and live)
+        allowed = (scenario.strict and live and error["type"] in ("DumpError", "NotAgreed")) or (
+            scenario.alone and live
+        )
         if not allowed:
             yield "training", f"{at}: an exception reached training: {error}"
 
