@@ -85,7 +85,8 @@ def check_template(args: Any) -> str:
 
 def check_writable(template: str, rank: int, disk: Disk, first_rollout: int = 0) -> None:
     """Do in the first dump's folder what a dump will do: make a file, flush it, rename it. :class:`TrainingPathError`
-    where the folder takes nothing; what is merely missing there (flushing, renaming) is noted in ``disk``."""
+    where the folder takes nothing; what is merely missing there (flushing, renaming) is noted in ``disk``, and so is a
+    full disk, which may have room by the first dump."""
     path = dump_path(template, first_rollout, rank)
     if _is_special(path):
         return
@@ -98,6 +99,9 @@ def check_writable(template: str, rank: int, disk: Disk, first_rollout: int = 0)
             disk.write(probe, lambda file: file.write(b"probe"))
     except OSError as error:
         found = f"{error.strerror or error}; {free_space(path.parent)}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            disk.say_once(f"{path.parent} takes no file now: {found}. Dumps are lost until there is room.")
+            return
         raise _refusal(template, f"a folder {path.parent} in which files can be made", found) from error
     finally:
         with contextlib.suppress(OSError):
@@ -195,7 +199,7 @@ class Disk:
                 if error.errno not in _NO_RENAME:
                     raise
                 self.can_rename = error.errno == errno.EBUSY  # which concerns this one file
-                self._tell(f"{path.parent} cannot rename files ({error.strerror}); they are written in place")
+                self.say_once(f"{path.parent} cannot rename files ({error.strerror}); they are written in place")
                 return self._write_through(path, fill)
         finally:
             with contextlib.suppress(OSError):  # also "not there": renamed
@@ -239,9 +243,9 @@ class Disk:
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-            self._tell(f"the file system of the dumps cannot flush files to disk ({error.strerror})")
+            self.say_once(f"the file system of the dumps cannot flush files to disk ({error.strerror})")
 
-    def _tell(self, text: str) -> None:
+    def say_once(self, text: str) -> None:
         if text not in self._told:
             self._told.add(text)
             self._say(text)

@@ -256,7 +256,7 @@ def test_a_read_only_folder_is_refused(tmp_path: Path, disk: Disk) -> None:
         tmp_path.chmod(0o700)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.ESTALE])
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_the_check_does_what_a_dump_does_so_that_what_fails_later_fails_now(
     tmp_path: Path, no_pause: None, monkeypatch: pytest.MonkeyPatch, call: str, code: int, disk: Disk
@@ -268,6 +268,20 @@ def test_the_check_does_what_a_dump_does_so_that_what_fails_later_fails_now(
     assert os.strerror(code) in str(raised.value)
     assert "MB free" in str(raised.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_at_start_is_said_and_may_have_room_later(
+    tmp_path: Path, no_pause: None, monkeypatch: pytest.MonkeyPatch, code: int, disk: Disk, told: Told
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", failing(code))
+        check_writable(str(tmp_path / "{rollout_id}.pt"), 0, disk)
+    (text,) = told
+    assert os.strerror(code) in text
+    assert "MB free" in text
+    disk.write(tmp_path / "0.pt", put(b"new"))
+    assert (tmp_path / "0.pt").read_bytes() == b"new"
 
 
 def test_what_the_folder_merely_lacks_is_found_at_start_and_said_once(
