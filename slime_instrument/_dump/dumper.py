@@ -1,7 +1,7 @@
 """One dump, from rollout_data on every rank to one file: contribute, agree, exchange, restore, write.
 
-This is the order in which to read the folder: :mod:`contribute`, :mod:`exchange`, :mod:`zigzag`, :mod:`payload`,
-:mod:`file`.
+This is the order in which to read the folder: :mod:`rank`, :mod:`contribute`, :mod:`agree`, :mod:`exchange`,
+:mod:`zigzag`, :mod:`payload`, :mod:`file`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from slime_instrument._dump import exchange
+from slime_instrument._dump import agree, exchange
+from slime_instrument._dump.agree import Agreement, CallId, NotAgreed, Presence
 from slime_instrument._dump.contribute import Contribution, contribute, undisturbed
-from slime_instrument._dump.exchange import Agreement, CallId, Listener, Presence
+from slime_instrument._dump.exchange import Listener
 from slime_instrument._dump.file import (
     BackgroundWriter,
     Disk,
@@ -119,7 +120,7 @@ class Dumper:
         try:
             topology = self._topology_if_known()
             if topology is None or topology.takes_part:
-                exchange.give_up(self._store(), self._next_call(rollout_id), self._presence.rank, reason)
+                agree.give_up(self._store(), self._next_call(rollout_id), self._presence.rank, reason)
             if topology is not None and topology.is_writer:
                 self._say("lost", rollout_id=rollout_id, reason=reason)
         except Exception as error:
@@ -197,8 +198,8 @@ class Dumper:
                 self._refuse_if_busy(topology)
                 contribution = self._contribution(args, rollout_data, seen, topology, cp_fields)
                 exchanged = self._exchange(args, agreement, contribution, topology, cp_fields)
-            except exchange.NotAgreed as error:
-                raise exchange.NotAgreed(f"the dump of rollout {call.rollout_id} was given up: {error}") from None
+            except NotAgreed as error:
+                raise NotAgreed(f"the dump of rollout {call.rollout_id} was given up: {error}") from None
             except BaseException as error:
                 agreement.give_up(_why(error))
                 raise
@@ -239,7 +240,7 @@ class Dumper:
         cp_fields: Sequence[str],
     ) -> list[Restoring] | None:
         """The parts of all ranks, on the writer; None on the others, once their part is sent."""
-        timeout_s, template = self._settings.timeout_s, exchange.storable(dump_template(args))
+        timeout_s, template = self._settings.timeout_s, agree.storable(dump_template(args))
         agreement.arrive(template)
         if not topology.is_writer:
             address = agreement.wait_for_go()
@@ -364,7 +365,7 @@ class Dumper:
                 raise
             return None
 
-    def _store(self) -> exchange.Store:
+    def _store(self) -> agree.Store:
         """The job's store. Raises :class:`DumpError` where it does not answer."""
         try:
             return self._presence.connect()
@@ -383,11 +384,11 @@ class Dumper:
         if self._announced_before_training:
             absent = self._presence.absent(topology.participants)
             if absent is not None:
-                raise exchange.NotAgreed(f"{absent}; a dump needs all of ranks {list(topology.participants)}")
+                raise NotAgreed(f"{absent}; a dump needs all of ranks {list(topology.participants)}")
             # The writer looks at everybody; the others would wait for the writer alone.
             skips = self._presence.skips(topology.participants if topology.is_writer else [topology.writer], rollout_id)
             if skips:
-                raise exchange.NotAgreed(f"on rank(s) {skips} SLIME_INSTRUMENT_EVERY or _PIN leaves this rollout out")
+                raise NotAgreed(f"on rank(s) {skips} SLIME_INSTRUMENT_EVERY or _PIN leaves this rollout out")
 
     # -- Saying it
 

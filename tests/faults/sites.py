@@ -122,11 +122,11 @@ _WRITE = (f"{_DUMP}.file", "Disk.write")
 def _dump() -> Iterator[Site]:
     for name, module, function, who in (
         ("topology", f"{_DUMP}.rank", "read_topology", "all"),
-        ("presence", f"{_DUMP}.exchange", "Presence.absent", "part"),
-        ("arrive", f"{_DUMP}.exchange", "Agreement.arrive", "part"),
-        ("wait-for-all", f"{_DUMP}.exchange", "Agreement.wait_for_all", "writer"),
-        ("go", f"{_DUMP}.exchange", "Agreement.go", "writer"),
-        ("wait-for-go", f"{_DUMP}.exchange", "Agreement.wait_for_go", "sender"),
+        ("presence", f"{_DUMP}.agree", "Presence.absent", "part"),
+        ("arrive", f"{_DUMP}.agree", "Agreement.arrive", "part"),
+        ("wait-for-all", f"{_DUMP}.agree", "Agreement.wait_for_all", "writer"),
+        ("go", f"{_DUMP}.agree", "Agreement.go", "writer"),
+        ("wait-for-go", f"{_DUMP}.agree", "Agreement.wait_for_go", "sender"),
         ("listen", f"{_DUMP}.exchange", "Listener.__init__", "writer"),
         ("connect", f"{_DUMP}.exchange", "_connect", "sender"),
         ("collect", "slime_instrument._hooks.capture", "CaptureSession.collected", "part"),
