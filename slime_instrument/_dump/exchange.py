@@ -1,8 +1,8 @@
 """Bring every rank's bytes to the writer, over sockets of our own. Nothing here touches training's groups.
 
 A collective that times out would leave its process group broken for training, and messages on a group of training's
-could meet the user's own. Here whatever goes wrong ends with a closed socket, which the other end sees at once. Standing
-still is bounded, that is the time in which not one byte moved; the size of the dump is not.
+could meet the user's own. Here whatever goes wrong ends with a closed socket, which the other end sees at once.
+Standing still is bounded, that is the time in which not one byte moved; the size of the dump is not.
 
 A connection carries, from the sender: token, rank, length of the description, the description, the payload; from the
 writer: the token's second half, then single bytes as signs of life until it closes.
