@@ -288,8 +288,7 @@ def _sharded(
         groups.setdefault((name, value.dtype, tuple(value.shape[1:])), []).append(index)
     found = []
     for key, samples in groups.items():
-        for index in samples:
-            queue.add(key, flat[index])
+        queue.add_all(key, [flat[index] for index in samples])
         full = None if as_shard and as_full else as_full
         found.append(Sharded(key, tuple(samples), tuple(lengths[i] for i in samples), full))
     return found
@@ -325,14 +324,18 @@ class _Queue:
 
     def add(self, key: StreamKey, tensor: torch.Tensor) -> Ref:
         """``tensor``: as :func:`_flat_memory` gives it."""
+        return Ref(key, self.add_all(key, [tensor]), tuple(tensor.shape))
+
+    def add_all(self, key: StreamKey, tensors: Sequence[torch.Tensor]) -> int:
+        """Returns where the first one starts."""
         start = self.sizes.get(key, 0)
-        count = tensor.numel()
-        self.sizes[key] = start + count
-        if count:
-            # Not every dtype has a kernel that joins tensors; bytes have.
-            joined = tensor if tensor.dtype in _JOINABLE else tensor.contiguous().reshape(-1).view(torch.uint8)
-            self.tensors.setdefault(key, []).append(joined)
-        return Ref(key, start, tuple(tensor.shape))
+        held = [tensor for tensor in tensors if tensor.numel()]
+        self.sizes[key] = start + sum(tensor.numel() for tensor in held)
+        if held:
+            if key[1] not in _JOINABLE:  # not every dtype has a kernel that joins tensors; bytes have
+                held = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in held]
+            self.tensors.setdefault(key, []).extend(held)
+        return start
 
     def drop(self, name: str) -> None:
         for key in [key for key in self.sizes if key[0] == name]:
@@ -361,14 +364,16 @@ def _flat_memory(tensor: torch.Tensor) -> torch.Tensor:
 
     Raises :class:`_NeedsTorch` where only torch's own format can hold it, :class:`DumpError` where it has no data.
     """
-    if _holds_no_memory(tensor):
-        raise _NeedsTorch
-    tensor = _without_subclass(tensor)
+    if type(tensor) is not torch.Tensor:
+        if _holds_no_memory(tensor):
+            raise _NeedsTorch
+        tensor = _without_subclass(tensor)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise _NeedsTorch
     if tensor.is_meta:
         raise DumpError("a tensor on the meta device has no data")
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     count, itemsize = tensor.numel(), tensor.dtype.itemsize
     held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * itemsize
     if count * itemsize > held or not tensor.is_contiguous():
@@ -557,6 +562,8 @@ def _in_file(value: Any) -> Any:
     """What stands for a tensor that slime left in a file: the reference itself where slime's dumps keep it. None for
     anything else."""
     kind = type(value)
+    if kind is torch.Tensor:  # looked at first: a dump holds thousands
+        return None
     if is_kept(kind):
         return value
     return InFile(value) if is_written_out(kind) else None

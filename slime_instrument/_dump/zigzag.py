@@ -105,6 +105,7 @@ class Restoring:
         self._parts = parts
         self._targets: dict[int, dict[StreamKey, _Target]] = {rank: {} for rank in parts}
         self._add_zero: list[torch.Tensor] = []
+        self._known_runs: dict[tuple[int, tuple[int, ...], int], tuple[list[Run], list[int]]] = {}
         self.fields: dict[str, list[Any]] = {}
         self.flats: dict[StreamKey, torch.Tensor] = {}
         self.left_out: dict[str, str] = {}
@@ -166,7 +167,7 @@ class Restoring:
     def _place_kind(
         self,
         key: StreamKey,
-        samples: Sequence[int],
+        samples: tuple[int, ...],
         holders: Mapping[int, Sharded],
         whole_on: int | None,
         targets: dict[int, dict[StreamKey, _Target]],
@@ -195,18 +196,30 @@ class Restoring:
                 bytes_of(whole)[:] = bytes(count * row)
         if self._cp > 1 and dtype in _FILLABLE and dtype.is_floating_point:
             self._add_zero.append(whole)
-        for rank, cut in cuts.items():
-            scaled = [Run(source * row, target * row, length * row) for source, target, length in cut]
-            size = sum(holders[rank].lengths) * row
-            targets[rank][key] = _Target(size, bytes_of(whole), scaled, [run.source for run in scaled])
+        for rank in cuts:
+            in_bytes, sources = self._runs_in_bytes(rank, samples, row)
+            targets[rank][key] = _Target(sum(holders[rank].lengths) * row, bytes_of(whole), in_bytes, sources)
         return whole
 
-    def _runs(self, rank: int, samples: Sequence[int]) -> list[Run]:
-        totals, responses, padded = self.head.total_lengths, self.head.response_lengths, self.head.padded
-        if len(samples) < len(totals):
-            totals, responses = [totals[i] for i in samples], [responses[i] for i in samples]
-            padded = None if padded is None else [padded[i] for i in samples]
-        return runs(totals, responses, self._cp, rank, padded)
+    def _runs(self, rank: int, samples: tuple[int, ...]) -> list[Run]:
+        """Worked out once: nearly always all fields hold the same samples."""
+        known = self._known_runs.get((rank, samples, 1))
+        if known is None:
+            totals, responses, padded = self.head.total_lengths, self.head.response_lengths, self.head.padded
+            if len(samples) < len(totals):
+                totals, responses = [totals[i] for i in samples], [responses[i] for i in samples]
+                padded = None if padded is None else [padded[i] for i in samples]
+            found = runs(totals, responses, self._cp, rank, padded)
+            known = self._known_runs[rank, samples, 1] = found, [run.source for run in found]
+        return known[0]
+
+    def _runs_in_bytes(self, rank: int, samples: tuple[int, ...], row: int) -> tuple[list[Run], list[int]]:
+        """:meth:`_runs` in bytes, and where each begins in the shard."""
+        known = self._known_runs.get((rank, samples, row))
+        if known is None:
+            scaled = [Run(start * row, target * row, n * row) for start, target, n in self._runs(rank, samples)]
+            known = self._known_runs[rank, samples, row] = scaled, [run.source for run in scaled]
+        return known
 
 
 _FILLABLE = frozenset(
