@@ -55,6 +55,9 @@ def _train(options: LabOptions, actor_module: Any, rank: int, port: int, answers
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    # slime checks that there is a checkpoint before it asks Megatron-LM, here a stub, to load it.
+    checkpoint_of(options).mkdir(parents=True, exist_ok=True)
+    (checkpoint_of(options) / "latest_checkpointed_iteration.txt").touch()
     args = _arguments(options)
     # The actor asks for these files although nothing in them is used.
     for name, stub in (("AutoConfig", Namespace(vocab_size=VOCABULARY)), ("AutoTokenizer", None)):
@@ -135,6 +138,7 @@ def _train(options: LabOptions, actor_module: Any, rank: int, port: int, answers
 
 
 def checkpoint_of(options: LabOptions) -> Path:
+    """Where the ranks of a run make it; removed after the run."""
     return options.out / "iter_0000000"
 
 

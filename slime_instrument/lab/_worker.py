@@ -116,14 +116,10 @@ def _run(options: LabOptions, actor_module: Any, say: Any, began: float, importe
 def _run_ranks(options: LabOptions, actor_module: Any, say: Any) -> dict[str, Any]:
     from slime_instrument.lab._ranks import checkpoint_of, rank_main
 
-    # slime checks that there is a checkpoint before it asks Megatron-LM, here a stub, to load it.
-    checkpoint = checkpoint_of(options)
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    (checkpoint / "latest_checkpointed_iteration.txt").touch()
     try:
         return _answers_of_ranks(options, actor_module, rank_main, say)
     finally:
-        shutil.rmtree(checkpoint, ignore_errors=True)
+        shutil.rmtree(checkpoint_of(options), ignore_errors=True)
 
 
 def _answers_of_ranks(
