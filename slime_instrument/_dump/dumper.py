@@ -102,14 +102,18 @@ class Dumper:
         self._begin_journal(template, topology, patches, route)
         return template
 
-    def begin(self, rollout_id: int) -> None:
-        """A ``train_actor`` call that is to end in a dump begins on this rank."""
+    def begin(self, rollout_id: int, args: Any = None, route: str = "") -> None:
+        """A ``train_actor`` call that is to end in a dump begins on this rank. ``args``: slime's; with them the writer
+        begins the journal where :meth:`start` has not, because it was armed later."""
         self._step_began = time.monotonic()
         self._attempts[rollout_id] = self._attempts.get(rollout_id, -1) + 1
         self._calls[rollout_id] = 0
         self._told = None
         self._connect()
         self._announced_before_training = self._presence.connected
+        topology = self._topology_if_known()
+        if args is not None and not self._began and topology is not None and topology.is_writer:
+            self._begin_journal(dump_template(args), topology, (), route)
 
     def give_up(self, rollout_id: int, reason: str) -> None:
         """This rank failed before it came to the dump of ``rollout_id``: the others must not wait for it. Never raises;

@@ -39,7 +39,10 @@ def save_debug_train_data(call: Call) -> Any:
     if session is None or str(_plain_id(session.rollout_id)) != str(rollout_id):
         session = None  # a trainer with a train_actor of its own
     try:
-        seen = _seen_without_session(process, rollout_data) if session is None else _seen(process, args, session)
+        if session is None:
+            seen = _seen_without_session(process, args, rollout_id, rollout_data)
+        else:
+            seen = _seen(process, args, session)
         data = {key: value for key, value in rollout_data.items() if key != LOCAL_KEY}
         process.dumper.dump(args, rollout_id, data, seen)
     except BaseException as error:
@@ -74,9 +77,13 @@ def _seen(process: Process, args: Any, session: CaptureSession) -> Seen:
     )
 
 
-def _seen_without_session(process: Process, rollout_data: dict[str, Any]) -> Seen:
+def _seen_without_session(process: Process, args: Any, rollout_id: Any, rollout_data: dict[str, Any]) -> Seen:
+    failures = process.take_failures()
+    if "train-actor" in failures:
+        # It failed before it could; the other ranks count this training of the rollout.
+        process.dumper.begin(rollout_id, args, process.route)
     return Seen(
-        failure=next(iter(process.take_failures().values()), None),
+        failure=next(iter(failures.values()), None),
         positions_from=_positions_from(process.loaded, rollout_data),
         route=process.route,
         why_no_log_probs="not captured: this trainer has a train_actor of its own, which does not call slime's",

@@ -49,7 +49,7 @@ def train_actor(call: Call) -> Iterator[None]:
     process.patcher.finalize()
     if not process.dumper.due(rollout_id) or not process.patcher.is_active("dump"):
         return
-    process.dumper.begin(rollout_id)
+    process.dumper.begin(rollout_id, trainer.args, process.route)
     session = CaptureSession(rollout_id, rollout_data, process.loaded)
     session.weight_version = _weight_version(trainer)
     if failed_to_load is not None:
