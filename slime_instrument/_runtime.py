@@ -60,7 +60,15 @@ class Runtime:
         from slime_instrument._live.watch import LiveMetrics
 
         # A policy of its own: a file that could not be written says nothing against the dump that finds out.
-        report = FailurePolicy(lambda: self.settings.strict).report
+        policy = FailurePolicy(lambda: self.settings.strict)
+
+        def report(where: str, error: BaseException, lost: str, *, may_raise: bool = True) -> None:
+            self.patcher["train-dump"].failures += 1
+            try:
+                policy.report(where, error, lost, may_raise=may_raise)
+            finally:
+                del error  # see FailurePolicy.report
+
         return Dumper(self.settings, report, LiveMetrics(self.settings).after_dump, self._earlier_dumper)
 
     def _made_dumper(self) -> Dumper | None:
