@@ -13,6 +13,8 @@ import enum
 import io
 import pickle
 import sys
+from array import array
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -448,13 +450,18 @@ _SCALARS: Mapping[type, Callable[[Any], Any]] = {
 }
 """How an instance of a subclass becomes one of the class itself, whatever the subclass overrides."""
 
+_DEEPEST = 2000
+"""A bound of our own: a user may have raised Python's far above what the machine's stack holds, and a stack that
+overflows ends the process."""
+
 
 class _Plain:
     """Turns one field into what torch's safe loader takes: plain Python values, with a :class:`Ref` or
     :class:`Stored` for each tensor.
 
-    NumPy scalars become Python numbers, NumPy arrays tensors, enums their values; anything else its ``repr``, which
-    ``converted`` notes by type: a dump that cannot be loaded safely is worse than one that shows an object as text.
+    NumPy scalars become Python numbers, NumPy arrays and storages tensors, deques and the like lists or dicts, enums
+    their values; anything else its ``repr``, which ``converted`` notes by type: a dump that cannot be loaded safely is
+    worse than one that shows an object as text.
     """
 
     def __init__(self, queue: _Queue) -> None:
@@ -472,6 +479,11 @@ class _Plain:
             return self._tensor(value)
         if isinstance(value, (dict, list, tuple, set, frozenset)):
             return self._container(value)
+        if isinstance(value, (UserDict, UserList, deque, array)):
+            self._note(value)
+            return self._container(value)
+        if isinstance(value, (torch.TypedStorage, torch.UntypedStorage)):
+            return self._storage(value)
         if isinstance(value, enum.Enum):
             return self(value.value)
         if isinstance(value, bytearray):
@@ -499,16 +511,25 @@ class _Plain:
         self._done[id(value)] = value, found
         return found
 
+    def _storage(self, value: Any) -> Ref | Stored:
+        """The tensor over a whole storage: as text, each number would be a line, and take minutes."""
+        self._note(value)
+        typed = isinstance(value, torch.TypedStorage)
+        tensor = torch.empty(0, dtype=value.dtype if typed else torch.uint8, device=value.device)
+        return self._tensor(tensor.set_(value._untyped_storage if typed else value))
+
     def _container(self, value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and all(type(item) in _PLAIN for item in value):
+        if isinstance(value, (list, tuple, array, deque)) and all(type(item) in _PLAIN for item in value):
             return tuple(value) if isinstance(value, tuple) else list(value)  # long lists of numbers: the common case
         if id(value) in self._done:
             return self._done[id(value)][1]
         if id(value) in self._open:
             raise DumpError(f"a {type(value).__name__} holds itself")
+        if len(self._open) >= _DEEPEST:
+            raise DumpError(f"its values are nested more than {_DEEPEST} deep")
         self._open.add(id(value))
         plain: Any
-        if isinstance(value, dict):
+        if isinstance(value, (dict, UserDict)):
             plain = {}
             # Loops: a comprehension would double the depth of deep nestings.
             for key, item in zip(_keys(value), value.values(), strict=True):

@@ -183,6 +183,7 @@ LEFT_OUT = {
     "freed conjugate": "has only 0 bytes of memory left",
     "freed sparse": "",
     "cycle": "holds itself",
+    "a deque that holds itself": "holds itself",
     "depth 1000": "recursion depth",
 }
 """What cannot be stored at all, or not so that it could be read safely: the field is left out, and why is said."""
@@ -387,6 +388,8 @@ def test_values_that_end_a_process_when_touched_do_not_end_it(tmp_path: Path) ->
         names = ("quantized", "quantized by channel", "freed", "freed conjugate", "freed sparse", "meta")
         data = {"total_lengths": [2], "response_lengths": [1], **{name: values.KINDS[name]() for name in names}}
         data["log_probs"] = [values.KINDS["freed conjugate"]()]
+        sys.setrecursionlimit(10**6)
+        data["deep"] = values._deep(40_000)
         found = values.by_us([[data]], Path(sys.argv[1]), ("log_probs",))
         print(sorted(left_out(found)))
         """
@@ -396,7 +399,7 @@ def test_values_that_end_a_process_when_touched_do_not_end_it(tmp_path: Path) ->
         cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "['freed', 'freed conjugate', 'freed sparse', 'log_probs', 'meta']"
+    assert done.stdout.strip() == "['deep', 'freed', 'freed conjugate', 'freed sparse', 'log_probs', 'meta']"
 
 
 def test_a_read_only_array_gives_no_warning_and_a_copy(tmp_path: Path) -> None:
