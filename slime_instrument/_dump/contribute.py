@@ -224,20 +224,20 @@ def _common(rest: Mapping[Any, Any], count: int, described: Description, queue: 
 
 def _take(name: Any, value: Any, count: int, described: Description, queue: _Queue) -> None:
     """One field that is not sharded."""
-    convert = _Plain(queue)
+    plain = _Plain(queue)
     try:
         if name in ID_COLUMNS:
             # A list also where it was a tensor or an array: its values are those of single samples.
-            described.ids[name] = None if value is None else convert(list(value))
+            described.ids[name] = None if value is None else plain.value(list(value))
         elif name in WHOLE_BATCH_FIELDS:
-            described.whole[name] = convert(value)
+            described.whole[name] = plain.value(value)
         elif name not in LAYOUT_FIELDS and is_per_sample(value, count):
-            described.columns[name] = convert(value)
+            described.columns[name] = plain.value(value)
         else:
-            described.layout[name] = convert(value)
+            described.layout[name] = plain.value(value)
     finally:
-        if convert.converted:
-            described.converted[str(name)] = sorted(convert.converted)
+        if plain.converted:
+            described.converted[str(name)] = sorted(plain.converted)
 
 
 @contextlib.contextmanager
@@ -470,7 +470,7 @@ class _Plain:
         self._done: dict[int, tuple[Any, Any]] = {}
         self.converted: set[str] = set()
 
-    def __call__(self, value: Any) -> Any:
+    def value(self, value: Any) -> Any:
         kind = type(value)
         if kind in _PLAIN:
             # A copy of what can be changed in place: the file may be written while training goes on.
@@ -485,7 +485,7 @@ class _Plain:
         if isinstance(value, (torch.TypedStorage, torch.UntypedStorage)):
             return self._storage(value)
         if isinstance(value, enum.Enum):
-            return self(value.value)
+            return self.value(value.value)
         if isinstance(value, bytearray):
             return bytes(value)  # equal to it; readers refuse what takes memory by a number in the file
         numpy: Any = sys.modules.get("numpy")
@@ -533,13 +533,13 @@ class _Plain:
             plain = {}
             # Loops: a comprehension would double the depth of deep nestings.
             for key, item in zip(_keys(value), value.values(), strict=True):
-                plain[key] = self(item)
+                plain[key] = self.value(item)
         else:
             plain = []
             for item in value:
                 # What stands in a set must stay hashable, and torch's safe loader knows no frozenset.
                 in_set = isinstance(value, (set, frozenset)) and isinstance(item, frozenset)
-                plain.append(self._as_text(item) if in_set else self(item))
+                plain.append(self._as_text(item) if in_set else self.value(item))
             if isinstance(value, tuple):
                 plain = tuple(plain)
             elif isinstance(value, (set, frozenset)):
@@ -567,7 +567,7 @@ class _Plain:
             return self._as_text(value)
         if dtype.kind == "V" or (dtype.itemsize > 8 and dtype.kind in "fc"):
             self._note(value)  # the names of a record's fields, or digits
-        plain = self(listed)
+        plain = self.value(listed)
         self._done[id(value)] = value, plain
         return plain
 

@@ -402,6 +402,39 @@ def test_values_that_end_a_process_when_touched_do_not_end_it(tmp_path: Path) ->
     assert done.stdout.strip() == "['deep', 'freed', 'freed conjugate', 'freed sparse', 'log_probs', 'meta']"
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python's own calls take the machine's stack there")
+def test_a_nest_on_a_thread_with_a_small_stack_does_not_end_the_process() -> None:
+    script = textwrap.dedent(
+        """
+        import threading
+        from slime_instrument._dump.contribute import contribute, deeper
+        from slime_instrument._dump.exchange import put_together
+        from slime_instrument._dump.payload import build_payload
+        from tests.dump.ranks import topology
+        from tests.fuzz.values import _deep
+
+        def dump():
+            data = {"total_lengths": [2], "response_lengths": [1], "deep": _deep(900)}
+            with deeper():
+                parts = put_together([contribute(data, topology(1, 0, 1, 0), ())], 1, ())
+                found = build_payload(parts, rollout_id=0, writer_rank=0)
+            print("deep" in found["samples"][0])
+
+        dump()  # imports take stack of their own
+        threading.stack_size(128 * 1024)
+        thread = threading.Thread(target=dump)
+        thread.start()
+        thread.join()
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "True"]
+
+
 def test_a_read_only_array_gives_no_warning_and_a_copy(tmp_path: Path) -> None:
     array = np.arange(3.0)
     array.flags.writeable = False
