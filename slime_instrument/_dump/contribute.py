@@ -200,7 +200,8 @@ def contribute(
         }
         _common(rest, len(responses), described, queue)
     described.sizes = {key: size for key, size in queue.sizes.items() if size}
-    return Contribution(described, {key: tensors for key, tensors in queue.tensors.items() if key in described.sizes})
+    # In the order of the sizes, by which bytes are told apart: an empty tensor has a place there and none in the queue.
+    return Contribution(described, {key: queue.tensors[key] for key in described.sizes})
 
 
 def _common(rest: Mapping[Any, Any], count: int, described: Description, queue: _Queue) -> None:

@@ -402,6 +402,13 @@ def test_values_that_end_a_process_when_touched_do_not_end_it(tmp_path: Path) ->
     assert done.stdout.strip() == "['deep', 'freed', 'freed conjugate', 'freed sparse', 'log_probs', 'meta']"
 
 
+def test_an_empty_tensor_before_those_of_another_dtype_does_not_mix_their_bytes(tmp_path: Path) -> None:
+    fields = {"none": torch.empty(0, dtype=torch.float64), "whole": torch.arange(4), "real": torch.ones(4).double()}
+    found = written(tmp_path, fields)["dp_shards"][0]
+    assert found["whole"].tolist() == [0, 1, 2, 3]
+    assert found["real"].tolist() == [1.0] * 4
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python's own calls take the machine's stack there")
 def test_a_nest_on_a_thread_with_a_small_stack_does_not_end_the_process() -> None:
     script = textwrap.dedent(
