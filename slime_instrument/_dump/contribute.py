@@ -13,6 +13,8 @@ import enum
 import io
 import pickle
 import sys
+from array import array
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -198,7 +200,8 @@ def contribute(
         }
         _common(rest, len(responses), described, queue)
     described.sizes = {key: size for key, size in queue.sizes.items() if size}
-    return Contribution(described, {key: tensors for key, tensors in queue.tensors.items() if key in described.sizes})
+    # In the order of the sizes, by which bytes are told apart: an empty tensor has a place there and none in the queue.
+    return Contribution(described, {key: queue.tensors[key] for key in described.sizes})
 
 
 def _common(rest: Mapping[Any, Any], count: int, described: Description, queue: _Queue) -> None:
@@ -222,20 +225,20 @@ def _common(rest: Mapping[Any, Any], count: int, described: Description, queue: 
 
 def _take(name: Any, value: Any, count: int, described: Description, queue: _Queue) -> None:
     """One field that is not sharded."""
-    convert = _Plain(queue)
+    plain = _Plain(queue)
     try:
         if name in ID_COLUMNS:
             # A list also where it was a tensor or an array: its values are those of single samples.
-            described.ids[name] = None if value is None else convert(list(value))
+            described.ids[name] = None if value is None else plain.value(list(value))
         elif name in WHOLE_BATCH_FIELDS:
-            described.whole[name] = convert(value)
+            described.whole[name] = plain.value(value)
         elif name not in LAYOUT_FIELDS and is_per_sample(value, count):
-            described.columns[name] = convert(value)
+            described.columns[name] = plain.value(value)
         else:
-            described.layout[name] = convert(value)
+            described.layout[name] = plain.value(value)
     finally:
-        if convert.converted:
-            described.converted[str(name)] = sorted(convert.converted)
+        if plain.converted:
+            described.converted[str(name)] = sorted(plain.converted)
 
 
 @contextlib.contextmanager
@@ -448,13 +451,18 @@ _SCALARS: Mapping[type, Callable[[Any], Any]] = {
 }
 """How an instance of a subclass becomes one of the class itself, whatever the subclass overrides."""
 
+_DEEPEST = 2000
+"""A bound of our own: a user may have raised Python's far above what the machine's stack holds, and a stack that
+overflows ends the process."""
+
 
 class _Plain:
     """Turns one field into what torch's safe loader takes: plain Python values, with a :class:`Ref` or
     :class:`Stored` for each tensor.
 
-    NumPy scalars become Python numbers, NumPy arrays tensors, enums their values; anything else its ``repr``, which
-    ``converted`` notes by type: a dump that cannot be loaded safely is worse than one that shows an object as text.
+    NumPy scalars become Python numbers, NumPy arrays and storages tensors, deques and the like lists or dicts, enums
+    their values; anything else its ``repr``, which ``converted`` notes by type: a dump that cannot be loaded safely is
+    worse than one that shows an object as text.
     """
 
     def __init__(self, queue: _Queue) -> None:
@@ -463,7 +471,7 @@ class _Plain:
         self._done: dict[int, tuple[Any, Any]] = {}
         self.converted: set[str] = set()
 
-    def __call__(self, value: Any) -> Any:
+    def value(self, value: Any) -> Any:
         kind = type(value)
         if kind in _PLAIN:
             # A copy of what can be changed in place: the file may be written while training goes on.
@@ -472,8 +480,13 @@ class _Plain:
             return self._tensor(value)
         if isinstance(value, (dict, list, tuple, set, frozenset)):
             return self._container(value)
+        if isinstance(value, (UserDict, UserList, deque, array)):
+            self._note(value)
+            return self._container(value)
+        if isinstance(value, (torch.TypedStorage, torch.UntypedStorage)):
+            return self._storage(value)
         if isinstance(value, enum.Enum):
-            return self(value.value)
+            return self.value(value.value)
         if isinstance(value, bytearray):
             return bytes(value)  # equal to it; readers refuse what takes memory by a number in the file
         numpy: Any = sys.modules.get("numpy")
@@ -499,26 +512,35 @@ class _Plain:
         self._done[id(value)] = value, found
         return found
 
+    def _storage(self, value: Any) -> Ref | Stored:
+        """The tensor over a whole storage: as text, each number would be a line, and take minutes."""
+        self._note(value)
+        typed = isinstance(value, torch.TypedStorage)
+        tensor = torch.empty(0, dtype=value.dtype if typed else torch.uint8, device=value.device)
+        return self._tensor(tensor.set_(value._untyped_storage if typed else value))
+
     def _container(self, value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and all(type(item) in _PLAIN for item in value):
+        if isinstance(value, (list, tuple, array, deque)) and all(type(item) in _PLAIN for item in value):
             return tuple(value) if isinstance(value, tuple) else list(value)  # long lists of numbers: the common case
         if id(value) in self._done:
             return self._done[id(value)][1]
         if id(value) in self._open:
             raise DumpError(f"a {type(value).__name__} holds itself")
+        if len(self._open) >= _DEEPEST:
+            raise DumpError(f"its values are nested more than {_DEEPEST} deep")
         self._open.add(id(value))
         plain: Any
-        if isinstance(value, dict):
+        if isinstance(value, (dict, UserDict)):
             plain = {}
             # Loops: a comprehension would double the depth of deep nestings.
             for key, item in zip(_keys(value), value.values(), strict=True):
-                plain[key] = self(item)
+                plain[key] = self.value(item)
         else:
             plain = []
             for item in value:
                 # What stands in a set must stay hashable, and torch's safe loader knows no frozenset.
                 in_set = isinstance(value, (set, frozenset)) and isinstance(item, frozenset)
-                plain.append(self._as_text(item) if in_set else self(item))
+                plain.append(self._as_text(item) if in_set else self.value(item))
             if isinstance(value, tuple):
                 plain = tuple(plain)
             elif isinstance(value, (set, frozenset)):
@@ -546,7 +568,7 @@ class _Plain:
             return self._as_text(value)
         if dtype.kind == "V" or (dtype.itemsize > 8 and dtype.kind in "fc"):
             self._note(value)  # the names of a record's fields, or digits
-        plain = self(listed)
+        plain = self.value(listed)
         self._done[id(value)] = value, plain
         return plain
 

@@ -147,7 +147,9 @@ def _refusal(template: str, expected: str, found: str) -> TrainingPathError:
 # Writing
 
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL})
-_NO_RENAME = _UNSUPPORTED | {errno.EPERM, errno.EXDEV, errno.EBUSY}  # the last: the file is itself a mount
+# EBUSY: the file is itself a mount. ENOENT: somebody removes files that they do not know.
+_NO_RENAME_ONCE = frozenset({errno.EBUSY, errno.ENOENT})
+_NO_RENAME = _UNSUPPORTED | _NO_RENAME_ONCE | {errno.EPERM, errno.EXDEV}
 _LEFTOVER = re.compile(r"^\..+\.slime_instrument-(?P<host>.+?)-(?P<pid>\d+)(-\d+)?\.part$")
 _number = itertools.count()
 
@@ -198,7 +200,7 @@ class Disk:
             except OSError as error:
                 if error.errno not in _NO_RENAME:
                     raise
-                self.can_rename = error.errno == errno.EBUSY  # which concerns this one file
+                self.can_rename = error.errno in _NO_RENAME_ONCE
                 self.say_once(f"{path.parent} cannot rename files ({error.strerror}); they are written in place")
                 return self._write_through(path, fill)
         finally:

@@ -135,10 +135,10 @@ def _split(part: Restoring) -> tuple[list[dict[str, Any]], dict[str, Any], dict[
         for name, value in fields.items():
             try:
                 try:
-                    resolved[name] = _WithTensors(part.flats)(value)
+                    resolved[name] = _WithTensors(part.flats).value(value)
                 except RecursionError:
                     with deeper():
-                        resolved[name] = _WithTensors(part.flats)(value)
+                        resolved[name] = _WithTensors(part.flats).value(value)
             except Exception as error:
                 if not_ours(error):
                     raise
@@ -190,7 +190,7 @@ class _WithTensors:
         self._flats = flats
         self._done: dict[int, Any] = {}
 
-    def __call__(self, value: Any) -> Any:
+    def value(self, value: Any) -> Any:
         kind = type(value)
         if kind is Ref:
             return self._tensor(value)
@@ -206,11 +206,11 @@ class _WithTensors:
         elif kind is dict:
             found = {}
             for key, item in value.items():  # loops: a comprehension would double the depth of deep nestings
-                found[key] = self(item)
+                found[key] = self.value(item)
         elif not _NESTED.isdisjoint(map(type, value)):
             items = []
             for item in value:
-                items.append(self(item))
+                items.append(self.value(item))
             found = kind(items)
         self._done[id(value)] = found
         return found

@@ -156,15 +156,22 @@ class CaptureSession:
                 self._values[position] = value
                 self._steps[position] = self.optimizer_step
 
-    def collected(self) -> tuple[list[torch.Tensor | None], list[int | None]] | None:
-        """The captured log-probs and their optimizer steps in local sample order; None where nothing was captured.
+    def collected(
+        self, positions: Sequence[Any] | None = None
+    ) -> tuple[list[torch.Tensor | None], list[int | None]] | None:
+        """The captured log-probs and their optimizer steps, of each sample; None where nothing of them was captured.
 
-        A sample that the loss never saw has None.
+        ``positions``: of the samples that are dumped, where they are not all of the session's. A sample that the loss
+        never saw has None.
         """
-        if not self._values:
+        # Copied, because a dump on another thread may still be under way when the session is closed.
+        values, steps = dict(self._values), dict(self._steps)
+        if not values:
             return None
-        positions = list(self.rollout_data[self.key])
-        return [self._values.get(position) for position in positions], [self._steps.get(p) for p in positions]
+        wanted = list(self.rollout_data[self.key] if positions is None else positions)
+        if not any(position in values for position in wanted):
+            return None
+        return [values.get(position) for position in wanted], [steps.get(position) for position in wanted]
 
     def close(self) -> None:
         """Let go of every tensor, and of our own key."""

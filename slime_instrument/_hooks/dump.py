@@ -36,19 +36,26 @@ def save_debug_train_data(call: Call) -> Any:
         process.take_failures()
         return None
     session = current_session()
-    if session is None or str(_plain_id(session.rollout_id)) != str(rollout_id):
+    if session is not None and not _is_of(session, rollout_id, rollout_data):
         session = None  # a trainer with a train_actor of its own
     try:
         if session is None:
             seen = _seen_without_session(process, args, rollout_id, rollout_data)
         else:
-            seen = _seen(process, args, session)
+            seen = _seen(process, args, session, rollout_data)
         data = {key: value for key, value in rollout_data.items() if key != LOCAL_KEY}
         process.dumper.dump(args, rollout_id, data, seen)
     except BaseException as error:
         process.dumper.give_up(rollout_id, describe(error))
         raise
     return None
+
+
+def _is_of(session: CaptureSession, rollout_id: Any, rollout_data: dict[str, Any]) -> bool:
+    """Whether the session's rollout is dumped; the user's code may number its dumps by something else."""
+    tokens = rollout_data.get("tokens")
+    same_samples = tokens is not None and tokens is session.rollout_data.get("tokens")
+    return same_samples or str(_plain_id(session.rollout_id)) == str(rollout_id)
 
 
 def _plain_id(rollout_id: Any) -> Any:
@@ -59,9 +66,9 @@ def _plain_id(rollout_id: Any) -> Any:
         return rollout_id
 
 
-def _seen(process: Process, args: Any, session: CaptureSession) -> Seen:
+def _seen(process: Process, args: Any, session: CaptureSession, dumped: dict[str, Any]) -> Seen:
     """What the session saw of its rollout."""
-    captured = session.collected() if session.wanted and session.failure is None else None
+    captured = session.collected(dumped.get(session.key)) if session.wanted and session.failure is None else None
     log_probs, steps = (None, None) if captured is None else captured
     return Seen(
         failure=session.failure,
@@ -86,7 +93,10 @@ def _seen_without_session(process: Process, args: Any, rollout_id: Any, rollout_
         failure=next(iter(failures.values()), None),
         positions_from=_positions_from(process.loaded, rollout_data),
         route=process.route,
-        why_no_log_probs="not captured: this trainer has a train_actor of its own, which does not call slime's",
+        why_no_log_probs=(
+            "not captured: the dump was not called within slime's train_actor; either it came later, or this trainer "
+            "has a train_actor of its own"
+        ),
     )
 
 

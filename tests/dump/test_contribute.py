@@ -183,6 +183,7 @@ LEFT_OUT = {
     "freed conjugate": "has only 0 bytes of memory left",
     "freed sparse": "",
     "cycle": "holds itself",
+    "a deque that holds itself": "holds itself",
     "depth 1000": "recursion depth",
 }
 """What cannot be stored at all, or not so that it could be read safely: the field is left out, and why is said."""
@@ -387,6 +388,8 @@ def test_values_that_end_a_process_when_touched_do_not_end_it(tmp_path: Path) ->
         names = ("quantized", "quantized by channel", "freed", "freed conjugate", "freed sparse", "meta")
         data = {"total_lengths": [2], "response_lengths": [1], **{name: values.KINDS[name]() for name in names}}
         data["log_probs"] = [values.KINDS["freed conjugate"]()]
+        sys.setrecursionlimit(10**6)
+        data["deep"] = values._deep(40_000)
         found = values.by_us([[data]], Path(sys.argv[1]), ("log_probs",))
         print(sorted(left_out(found)))
         """
@@ -396,7 +399,47 @@ def test_values_that_end_a_process_when_touched_do_not_end_it(tmp_path: Path) ->
         cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "['freed', 'freed conjugate', 'freed sparse', 'log_probs', 'meta']"
+    assert done.stdout.strip() == "['deep', 'freed', 'freed conjugate', 'freed sparse', 'log_probs', 'meta']"
+
+
+def test_an_empty_tensor_before_those_of_another_dtype_does_not_mix_their_bytes(tmp_path: Path) -> None:
+    fields = {"none": torch.empty(0, dtype=torch.float64), "whole": torch.arange(4), "real": torch.ones(4).double()}
+    found = written(tmp_path, fields)["dp_shards"][0]
+    assert found["whole"].tolist() == [0, 1, 2, 3]
+    assert found["real"].tolist() == [1.0] * 4
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python's own calls take the machine's stack there")
+def test_a_nest_on_a_thread_with_a_small_stack_does_not_end_the_process() -> None:
+    script = textwrap.dedent(
+        """
+        import threading
+        from slime_instrument._dump.contribute import contribute, deeper
+        from slime_instrument._dump.exchange import put_together
+        from slime_instrument._dump.payload import build_payload
+        from tests.dump.ranks import topology
+        from tests.fuzz.values import _deep
+
+        def dump():
+            data = {"total_lengths": [2], "response_lengths": [1], "deep": _deep(900)}
+            with deeper():
+                parts = put_together([contribute(data, topology(1, 0, 1, 0), ())], 1, ())
+                found = build_payload(parts, rollout_id=0, writer_rank=0)
+            print("deep" in found["samples"][0])
+
+        dump()  # imports take stack of their own
+        threading.stack_size(128 * 1024)
+        thread = threading.Thread(target=dump)
+        thread.start()
+        thread.join()
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "True"]
 
 
 def test_a_read_only_array_gives_no_warning_and_a_copy(tmp_path: Path) -> None:

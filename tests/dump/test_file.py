@@ -1194,11 +1194,12 @@ def test_half_a_file_that_had_to_be_written_in_place_does_not_stay(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_file_that_is_a_mount_does_not_decide_for_the_others(
-    path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk
+@pytest.mark.parametrize("code", [errno.EBUSY, errno.ENOENT])
+def test_one_file_that_is_a_mount_or_vanished_before_it_was_renamed_does_not_decide_for_the_others(
+    path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk, code: int
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", failing(errno.EBUSY))
+        patched.setattr(os, "replace", failing(code))
         disk.write(path, put(b"new"))
     assert path.read_bytes() == b"new"
     assert disk.can_rename is True

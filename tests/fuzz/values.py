@@ -10,6 +10,7 @@ a tensor) or, named under "converted", as text; a field that cannot be stored at
 from __future__ import annotations
 
 import argparse
+import array
 import collections
 import contextlib
 import datetime
@@ -245,6 +246,12 @@ def _cycle() -> Any:
     return cycle
 
 
+def _cyclic_deque() -> Any:
+    cycle: Any = collections.deque([1])
+    cycle.append(cycle)
+    return cycle
+
+
 def _deep(depth: int) -> Any:
     nest: Any = torch.ones(1)
     for _ in range(depth):
@@ -320,7 +327,14 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "module": lambda: sys,
     "range": lambda: range(3),
     "memoryview": lambda: memoryview(b"ab"),
+    "deque": lambda: collections.deque([1, torch.ones(2)], maxlen=5),
+    "array": lambda: array.array("d", [0.5, 1.5]),
+    "UserList": lambda: collections.UserList([torch.ones(2)]),
+    "UserDict": lambda: collections.UserDict({"a": torch.ones(2), 3: [1]}),
+    "storage": lambda: torch.arange(3.0).untyped_storage(),
+    "typed storage": quiet(lambda: torch.arange(3.0).storage()),
     "cycle": _cycle,
+    "a deque that holds itself": _cyclic_deque,
     "depth 200": lambda: _deep(200),
     "depth 1000": lambda: _deep(1000),
     "a shared nest": _wide,
@@ -330,7 +344,9 @@ OBJECTS: dict[str, Callable[[], Any]] = {
 
 KINDS = {**TENSORS, **ARRAYS, **OBJECTS}
 
-HANGS_SLIME = frozenset({"a shared nest", "a shared nest of dicts", "a shared nest of arrays", "cycle"})
+HANGS_SLIME = frozenset(
+    {"a shared nest", "a shared nest of dicts", "a shared nest of arrays", "cycle", "a deque that holds itself"}
+)
 """slime, or the comparison here, walks every path of a nest, and a cycle until Python's depth ends: not asked about."""
 
 ENDS_THE_PROCESS = frozenset({"freed conjugate", "freed sparse"})
@@ -421,6 +437,12 @@ def same(ours: Any, theirs: Any, converted: Sequence[str], where: str = "") -> N
         same(ours, theirs.value, converted, where)
     elif isinstance(theirs, (np.ndarray, np.generic)):
         _same_array(ours, theirs, converted, where)
+    elif isinstance(theirs, (torch.TypedStorage, torch.UntypedStorage)):
+        same(ours, torch.tensor(theirs.tolist(), dtype=getattr(theirs, "dtype", torch.uint8)), converted, where)
+    elif isinstance(theirs, (collections.UserList, collections.deque, array.array)):
+        same(ours, list(theirs), converted, where)
+    elif isinstance(theirs, collections.UserDict):
+        same(ours, dict(theirs), converted, where)
     elif isinstance(theirs, dict):
         if type(ours) is not dict or len(ours) != len(theirs):
             raise differs("another dict")

@@ -133,6 +133,30 @@ def test_a_copied_actor_trains_and_is_captured(
     assert log_probs(load(1)) == EXPECTED
 
 
+def test_a_dump_under_a_number_of_the_users_own_and_of_some_samples_keeps_their_log_probs(
+    slime: Any, trainer: Any, batch: Any, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = slime()
+    runtime.instrument()
+    actor = trainer()
+    real = fake.actor.save_debug_train_data
+
+    def dump(args: Any, *, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+        count = len(rollout_data["tokens"])
+        per_sample = [key for key, value in rollout_data.items() if isinstance(value, list) and len(value) == count]
+        real(args, rollout_id=100 + rollout_id, rollout_data=rollout_data)
+        some = {key: value[: 1 - rollout_id] if key in per_sample else value for key, value in rollout_data.items()}
+        real(args, rollout_id=rollout_id, rollout_data=some)
+
+    monkeypatch.setattr(fake.actor, "save_debug_train_data", dump)
+    for rollout_id in (0, 1):
+        actor.train(rollout_id, [copy.deepcopy(batch)])
+        assert log_probs(load(100 + rollout_id)) == EXPECTED
+    assert log_probs(load(0)) == {2: EXPECTED[2]}
+    assert load(1)["samples"] == []
+    assert sum(patch.failures for patch in runtime.status()) == 0
+
+
 def test_partials_of_wrapped_targets_are_captured_through(
     slime: Any, trainer: Any, batch: Any, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
