@@ -55,7 +55,10 @@ def test_a_passed_threshold_is_exit_1_and_one_that_holds_is_0(call: Any, pair: t
     outcome = call("compare", *pair, "--fail-above", "abs_diff.mean=0.05", "--fail-above", "k3=9", "--json")
     assert outcome.code == 1
     assert [over["metric"] for over in strict(outcome.out)["passed_thresholds"]] == ["abs_diff.mean"]
-    assert "threshold passed abs_diff.mean is 0.1" in call("compare", *pair, "--fail-above", "abs_diff.mean=0.05").out
+    assert (
+        "failed --fail-if 'abs_diff.mean>0.05': abs_diff.mean is 0.1"
+        in call("compare", *pair, "--fail-above", "abs_diff.mean=0.05").out
+    )
 
 
 @pytest.mark.parametrize("threshold", ["abs_diff.mean", "no_metric=1", "k1=nan", "k1=-inf", "k1=inf", "=1"])
