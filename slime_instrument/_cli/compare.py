@@ -241,13 +241,14 @@ def print_trend(comparisons: Sequence[Comparison]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for heading in ("rollout", "joined", "tokens", "mean |δ|", "p99 |δ|", "k3", "ess", "verdict", "findings"):
-        table.add_column(heading)
+    for heading in ("rollout", "joined", "tokens", "mean |δ|", "p99 |δ|", "k3", "ess", "verdict"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("findings", overflow="fold")
     for one in comparisons:
         codes = ", ".join(finding.code for finding in one.findings)
         numbers = (one["abs_diff"]["mean"], one["abs_diff"]["p99"], one["k3"], one["ess"])
         counts = (str(one["rollout_id"]), f"{one['n_joined']}/{one['n_rollout']}", str(one["n_tokens"]))
-        table.add_row(*counts, *map(_number, numbers), one.verdict.level, codes or "-")
+        table.add_row(*counts, *(_number(value, 3) for value in numbers), one.verdict.level, codes or "-")
     console().print(table)
 
 
@@ -319,8 +320,8 @@ def _annotate(
         file.write_text("\n".join([head, suite, *cases, "</testsuite>", ""]), encoding="utf-8")
 
 
-def _number(value: Any) -> str:
-    return "-" if value is None else f"{value:.6g}"
+def _number(value: Any, digits: int = 6) -> str:
+    return "-" if value is None else f"{value:.{digits}g}"
 
 
 def register(app: typer.Typer) -> None:
