@@ -141,7 +141,8 @@ def with_finding(pair: ReadPair, code: str) -> list[int]:
     """
     found = findings(pair)
     if code not in found:
-        raise NothingChosen(_nothing("--finding", "one of " + (", ".join(found) or "no finding at all"), repr(code)))
+        known = f"one of {', '.join(found)}" if found else "a finding, of which these dumps have none"
+        raise NothingChosen(_nothing("--finding", known, repr(code)))
     return found[code]
 
 

@@ -841,10 +841,10 @@ def parse_sweep(text: str) -> Sweep:
     """
     head, equals, listed = text.rpartition("=")
     name, _, parameter = head.rpartition(",") if "," in head else head.partition(":")
-    policy = parse_policy(name)
     values = [one.strip() for one in listed.split(",") if one.strip()]
     if not equals or not values:
         raise _bad("--sweep", text, "NAME:PARAMETER=VALUE,VALUE,…")
+    policy = parse_policy(name)
     return Sweep(
         parameter, tuple(policy.changed(**{parameter: parse_value(policy, parameter, value)}) for value in values)
     )

@@ -66,7 +66,7 @@ def audit(
             both = read_pair(pair, allow_pickle=allow_pickle)
             audits.append((analysis.audit(both, given), loss_gradient(both, given)))
     for left in pairing.skipped:
-        note(f"slime_instrument: not used: {left.file}: {left.reason}")
+        note(f"slime_instrument: not used: {left}")
     if json:
         records = [{**one.as_dict(), "gradient": gradient.as_dict()} for one, gradient in audits]
         print_json(records[0] if len(records) == 1 else {"rollouts": records})

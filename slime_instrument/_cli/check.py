@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from slime_instrument._activation.check import CheckResult
 
 _WIDTH = 118
+_NARROWEST = 20
 _EPILOG = "Example: slime-instrument check --slime ~/src/slime"
 
 
@@ -44,18 +45,19 @@ def _print(result: CheckResult) -> None:
     out = console()
     out.print(shown(result.verdict))
     native = "writes v2 dumps itself" if result.native_dump else "has no v2 dump of its own"
-    for line in _wrapped(f"slime {result.version or '(version unknown)'} at {result.path}: {native}"):
+    width = min(_WIDTH, out.width)
+    for line in _wrapped(f"slime {result.version or '(version unknown)'} at {result.path}: {native}", width):
         out.print(shown(line))
     states = max(len(patch.state) for patch in result.patches)
     names = max(len(patch.name) for patch in result.patches)
     for patch in result.patches:
         start = f"{patch.state:{states}}  {patch.name:{names}}  "
         about = patch.reason if patch.state == "INCOMPATIBLE" else f"{patch.target}: {patch.reason}"
-        for number, line in enumerate(_wrapped(about, _WIDTH - len(start))):
-            out.print(shown((" " * len(start) if number else start) + line))
+        for number, line in enumerate(_wrapped(about, max(width - len(start), _NARROWEST))):
+            out.print(shown((" " * len(start) if number else start) + line), soft_wrap=True)
 
 
-def _wrapped(text: str, width: int = _WIDTH) -> list[str]:
+def _wrapped(text: str, width: int) -> list[str]:
     """Lines of at most ``width``; a path or a name longer than that stays whole."""
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 

@@ -44,7 +44,7 @@ _EDGES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 _BAR = 40
 _SHOWN = 8
 _EPILOG = (
-    "Examples: slime-instrument compare dumps/rollout_data/0.pt dumps/train_data/0.pt --fail-above abs_diff.mean=0.05; "
+    "Examples: slime-instrument compare dumps/rollout_data/0.pt dumps/train_data/0.pt --fail-if 'abs_diff.mean>0.05'; "
     "slime-instrument compare /data/run7 (every rollout, as a trend); "
     "slime-instrument compare rollout_data/0.pt train_data/0_*.pt (old per-rank files)"
 )
@@ -108,7 +108,7 @@ def compare(
 ) -> None:
     """Join by position, confirm by tokens, measure the mismatch, name its cause.
 
-    The last line is the verdict. Exit status 1: the verdict is as bad as --fail-on says, or a threshold was passed.
+    The last line is the verdict. Exit status 1: the verdict is as bad as --fail-on says, or a --fail-if is true.
     2: nothing could be compared, or a file could not be read.
     """
     with reporting_errors(as_json=json), progress("reading") as say:
@@ -135,7 +135,7 @@ def compare(
         norms = [step_norms(one.train_dump.provenance) for one in comparisons]
         standing_out = spikes(norms, names, lambda i: loss_gradient(comparisons[i].pair))
     for left in pairing.skipped:
-        note(f"slime_instrument: not used: {left.file}: {left.reason}")
+        note(f"slime_instrument: not used: {left}")
     if json:
         records = [
             {**one.as_dict(), "passed_thresholds": [_passed(one, limit) for limit in over]}
@@ -171,11 +171,11 @@ def _thresholds(texts: Sequence[str]) -> Thresholds:
     except ValueError as error:
         raise UsageError(
             five_parts(
-                "--fail-above",
+                "--fail-if",
                 expected=str(error),
                 found=repr(list(texts)),
                 follows="Nothing was compared.",
-                next_step="Example: --fail-above 'abs_diff.mean>0.05'",
+                next_step="Example: --fail-if 'abs_diff.mean>0.05'",
             )
         ) from None
 
@@ -192,7 +192,7 @@ def _passed(comparison: Comparison, limit: Threshold) -> dict[str, Any]:
 
 
 def print_comparison(comparison: Comparison, above: Sequence[Threshold]) -> None:
-    """Print one comparison; ``above``: the thresholds that it passed."""
+    """Print one comparison; ``above``: the limits that it is beyond."""
     from rich.table import Table
 
     from slime_instrument._format.references import ReferenceCounts
@@ -233,7 +233,7 @@ def print_comparison(comparison: Comparison, above: Sequence[Threshold]) -> None
         out.print(f"[yellow]warning[/] {shown(warning)}")
     for over in above:
         value = shown_value(comparison.value(over.metric))
-        out.print(f"[bold red]threshold passed[/] {over.metric} is {value}; limit {over.sign} {over.limit:g}")
+        out.print(f"[bold red]failed[/] --fail-if '{over}': {over.metric} is {value}")
 
 
 def print_trend(comparisons: Sequence[Comparison]) -> None:
@@ -241,13 +241,14 @@ def print_trend(comparisons: Sequence[Comparison]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for heading in ("rollout", "joined", "tokens", "mean |δ|", "p99 |δ|", "k3", "ess", "verdict", "findings"):
-        table.add_column(heading)
+    for heading in ("rollout", "joined", "tokens", "mean |δ|", "p99 |δ|", "k3", "ess", "verdict"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("findings", overflow="fold")
     for one in comparisons:
         codes = ", ".join(finding.code for finding in one.findings)
         numbers = (one["abs_diff"]["mean"], one["abs_diff"]["p99"], one["k3"], one["ess"])
         counts = (str(one["rollout_id"]), f"{one['n_joined']}/{one['n_rollout']}", str(one["n_tokens"]))
-        table.add_row(*counts, *map(_number, numbers), one.verdict.level, codes or "-")
+        table.add_row(*counts, *(_number(value, 3) for value in numbers), one.verdict.level, codes or "-")
     console().print(table)
 
 
@@ -281,10 +282,10 @@ def _print_histogram(comparison: Comparison) -> None:
 
 
 def print_verdict(verdict: Verdict, broken: Sequence[Sequence[Threshold]]) -> None:
-    """The last line: the verdict, and how many thresholds were passed."""
+    """The last line: the verdict, and each limit that a comparison is beyond."""
     colour = {"ok": "green", "unexplained": "yellow", "fault": "bold red", "nothing-compared": "bold red"}
     passed = [str(limit) for over in broken for limit in over]
-    extra = f"; thresholds passed: {', '.join(dict.fromkeys(passed))}" if passed else ""
+    extra = f"; failed by --fail-if {', '.join(dict.fromkeys(passed))}" if passed else ""
     console().print(f"verdict: [{colour[verdict.level]}]{shown(verdict.text)}[/]{shown(extra)}")
 
 
@@ -302,7 +303,7 @@ def _annotate(
 
     cases, failures = [], 0
     for one, over in zip(comparisons, broken, strict=True):
-        text = " ".join([one.verdict.text, *(f"threshold passed: {limit}" for limit in over)])
+        text = " ".join([one.verdict.text, *(f"Failed by --fail-if {limit}." for limit in over)])
         failed = bool(over) or fails(one.verdict.level, fail_on.value)
         failures += failed
         name = f"rollout {one.rollout_id}"
@@ -319,8 +320,8 @@ def _annotate(
         file.write_text("\n".join([head, suite, *cases, "</testsuite>", ""]), encoding="utf-8")
 
 
-def _number(value: Any) -> str:
-    return "-" if value is None else f"{value:.6g}"
+def _number(value: Any, digits: int = 6) -> str:
+    return "-" if value is None else f"{value:.{digits}g}"
 
 
 def register(app: typer.Typer) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from slime_instrument._cli.output import AllowPickle, Json, note, print_json, progress, reporting_errors
+from slime_instrument._cli.output import AllowPickle, Json, UsageError, note, print_json, progress, reporting_errors
 
 _EPILOG = (
     "Examples: slime-instrument convert train_data/0_*.pt -o 0.pt --rollout rollout_data/0.pt; "
@@ -42,8 +42,11 @@ def convert(
         from slime_instrument._convert import convert_files
         from slime_instrument._format.pairs import dump_files
 
+        files = dump_files(old)
+        if not files:
+            raise UsageError(f"{old[0]}: holds no dumps. Nothing was converted.")
         converted = convert_files(
-            dump_files(old), output, rollout=rollout, allow_pickle=allow_pickle, tp=tp, pp=pp, cp=cp, dp=dp, order=order
+            files, output, rollout=rollout, allow_pickle=allow_pickle, tp=tp, pp=pp, cp=cp, dp=dp, order=order
         )
     if json:
         print_json({**converted.as_dict(), "output": str(output)})

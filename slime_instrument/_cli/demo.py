@@ -81,8 +81,12 @@ def _print(result: Any) -> None:
     out.print(escape(f"Trained {ran} on the CPU, {layout}, in {result.seconds['total']:.1f} s."))
     for path in (*result.train_dumps, *result.rollout_dumps):
         out.print(escape(f"  {path}"))
-    for name, value in result.agreement.items():
-        out.print(escape(f"  {name.replace('_', ' ')}: {value}"))
+    agreement = result.agreement
+    out.print(f"{agreement['n_samples']} samples, {agreement['n_tokens']} trained tokens; log-probs differ by")
+    if "layout_max_abs_diff" in agreement:
+        out.print(f"  {agreement['layout_max_abs_diff']:.2g} at most between this layout and a single process")
+    out.print(f"  {agreement['rollout_mean_abs_diff']:.2g} on average between rollout and training")
+    out.print(escape(f"The rollout's log-probs: {agreement['rollout_log_probs']}."))
     if result.report is not None:
         out.print(escape(f"Report: {result.report} ({result.report_note})"))
 

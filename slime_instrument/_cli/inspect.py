@@ -62,7 +62,8 @@ def _each(folder: Path, sample: int | None, *, allow_pickle: bool, as_json: bool
         try:
             records.append(inspect_dump(file, sample=sample, allow_pickle=allow_pickle))
         except (DumpFormatError, OSError) as error:
-            note(str(error) if isinstance(error, DumpFormatError) else f"{file}: {error.strerror or error}")
+            what = str(error) if isinstance(error, DumpFormatError) else f"{file}: {error.strerror or error}"
+            note(f"slime_instrument: {what}")
     if as_json:
         print_json({"files": records})
     else:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slime_instrument._cli.output import (
+    CANNOT_LOOK,
     AllowPickle,
     Json,
     check_output,
     counted,
     fail,
+    finish,
     note,
     print_json,
     progress,
@@ -46,7 +48,8 @@ def report(
 ) -> None:
     """Compare every rollout with its training and write one self-contained page.
 
-    The page opens from disk without a network. Exit status: 0 written, whatever it says; 2 nothing to report on.
+    The page opens from disk without a network. Exit status: 0 written, whatever it says; 2 nothing to report on, or a
+    file could not be read: the page is about the others.
     """
     with reporting_errors(as_json=json):
         try:
@@ -67,13 +70,15 @@ def report(
                 progress=say,
             )
         for one in written.skipped[:_SHOWN]:
-            note(f"slime_instrument: not used: {one.file}: {one.reason}")
+            note(f"slime_instrument: not used: {one}")
         if len(written.skipped) > _SHOWN:
             note(f"slime_instrument: and {len(written.skipped) - _SHOWN} more files not used")
         if json:
             print_json(written.as_dict())
         else:
             _print(written)
+        if any(one.unreadable for one in written.skipped):
+            finish(CANNOT_LOOK)
 
 
 def _print(written: Report) -> None:

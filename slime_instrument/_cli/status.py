@@ -38,10 +38,12 @@ def status(
         current = slime_instrument.status()
         print_json(current.as_dict()) if json else print(current)
         try:
-            Settings.from_environment()
+            unknown = Settings.from_environment().unknown
         except SettingsError as error:
             note(str(error))
             raise typer.Exit(WRONG) from None
+        if unknown:
+            note(f"slime_instrument: no such setting, ignored: {', '.join(unknown)}")
         missing = advice()
         if missing is not None:
             note(f"slime_instrument: {missing}.")

@@ -201,6 +201,10 @@ def read_journal(path: Path) -> Journal:
     Raises OSError where there is none. Lines that are cut or odd are named in ``problems``; the others count.
     """
     file = next((one for one in (path / NAME, path / "train_data" / NAME) if one.is_file()), path)
+    if file.is_dir():
+        raise FileNotFoundError(errno.ENOENT, f"holds no {NAME}, nor does a train_data folder in it", str(path))
+    if file.is_file() and file.suffix != Path(NAME).suffix:
+        raise FileNotFoundError(errno.ENOENT, f"is no {NAME}", str(path))
     starts: list[dict[str, Any]] = []
     rollouts: list[RolloutEntry] = []
     notes: list[str] = []

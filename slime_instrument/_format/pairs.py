@@ -52,6 +52,9 @@ class Skipped:
     unreadable: bool = False
     lone: DumpFile | None = None
 
+    def __str__(self) -> str:
+        return f"{self.file}: {self.reason}"
+
     def as_dict(self) -> dict[str, str]:
         return {"file": str(self.file), "reason": self.reason}
 
@@ -142,7 +145,7 @@ def find_pairs(given: Sequence[Path], *, allow_pickle: bool = False) -> Pairing:
         try:
             file = identify(path, allow_pickle=allow_pickle)
         except (DumpFormatError, OSError) as error:
-            skipped.append(Skipped(path, _reason(error), unreadable=True))
+            skipped.append(Skipped(path, _reason(path, error), unreadable=True))
             continue
         if file.kind == "rollout-eval":
             skipped.append(Skipped(path, "dump of an evaluation; no training belongs to it"))
@@ -179,11 +182,13 @@ def no_pairs(given: Sequence[Path], pairing: Pairing, follows: str) -> DumpForma
     if not pairing.skipped:
         found = "no dump files" if len(given) == 1 else "no dump files in any of them"
     elif not lone:
-        found = "; ".join(f"{one.file}: {one.reason}" for one in pairing.skipped[:3])
+        found = "; ".join(map(str, pairing.skipped[:3]))
     else:
-        found = " and ".join(f"{side} dumps of {', '.join(ids) or 'no rollout'}" for side, ids in sides.items())
+        found = " and ".join(
+            f"{side} dumps of rollout {', '.join(ids)}" if ids else f"no {side} dump" for side, ids in sides.items()
+        )
         if pairing.unreadable:
-            found += f"; {len(pairing.unreadable)} files could not be read, such as {pairing.unreadable[0].reason}"
+            found += f"; files that cannot be read: {len(pairing.unreadable)}, such as {pairing.unreadable[0]}"
     return DumpFormatError(
         five_parts(
             ", ".join(map(str, given[:3])) + (" …" if len(given) > 3 else ""),
@@ -195,10 +200,11 @@ def no_pairs(given: Sequence[Path], pairing: Pairing, follows: str) -> DumpForma
     )
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split())
+def _reason(path: Path, error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror is not None:
+        return error.strerror
+    # Whoever shows it names the file.
+    return " ".join(str(error).split()).removeprefix(f"{path}: ").removesuffix(".")
 
 
 def _first_keys(container: Container) -> dict[str, int | None]:

@@ -135,20 +135,17 @@ def choose_files(
     found.sort(key=lambda one: -1 if one[0] is None else one[0])
     wanted = [i for i, one in enumerate(found) if rollout in (None, one[0])]
     if not wanted:
-        raise _nothing(given[0], f"a train dump of rollout {rollout}" if rollout is not None else "a train dump")
-    return [(train, source) for _, train, source in found], wanted[-1]
-
-
-def _nothing(where: Path, expected: str) -> DumpFormatError:
-    return DumpFormatError(
-        five_parts(
-            str(where),
-            expected=expected,
-            found="none",
-            follows="Nothing is shown.",
-            next_step="Give a --dump-details folder, or ROLLOUT TRAIN.",
+        unread = [str(one) for one in pairing.unreadable if rollout in (None, rollout_id_of(one.file))]
+        raise DumpFormatError(
+            five_parts(
+                ", ".join(map(str, given)),
+                expected=f"a train dump of rollout {rollout}" if rollout is not None else "a train dump",
+                found="; ".join(unread[:3]) or "none",
+                follows="Nothing is shown.",
+                next_step="Give a --dump-details folder, or ROLLOUT TRAIN.",
+            )
         )
-    )
+    return [(train, source) for _, train, source in found], wanted[-1]
 
 
 def _row(place: int, sample: dict[str, Any], rewards: Any) -> Row:

@@ -99,7 +99,7 @@ from slime.utils.train_dump_utils import save_debug_train_data
 def go():
     return policy_loss_function({}, {}, 3, None)
 """
-# Positions in the v0.2.0 seam and native duties aside, the fake slime has every target.
+# But for positions in v0.2.0 and what newer releases do themselves, the fake slime has every target.
 NAMES = [patch.name for patch in HOOKS]
 
 

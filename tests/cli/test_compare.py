@@ -9,6 +9,7 @@ import pytest
 
 from tests.format import builders
 
+from ..report.dumps import write_run
 from .outcomes import strict
 
 CONTRACT = {
@@ -55,7 +56,23 @@ def test_a_passed_threshold_is_exit_1_and_one_that_holds_is_0(call: Any, pair: t
     outcome = call("compare", *pair, "--fail-above", "abs_diff.mean=0.05", "--fail-above", "k3=9", "--json")
     assert outcome.code == 1
     assert [over["metric"] for over in strict(outcome.out)["passed_thresholds"]] == ["abs_diff.mean"]
-    assert "threshold passed abs_diff.mean is 0.1" in call("compare", *pair, "--fail-above", "abs_diff.mean=0.05").out
+    assert (
+        "failed --fail-if 'abs_diff.mean>0.05': abs_diff.mean is 0.1"
+        in call("compare", *pair, "--fail-above", "abs_diff.mean=0.05").out
+    )
+
+
+def test_the_trend_keeps_its_numbers_whole_on_80_columns(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    run = write_run(tmp_path / "run", rollouts=2)
+    monkeypatch.setattr("slime_instrument._cli.compare.console", lambda: Console(width=80))
+    outcome = call("compare", run)
+    assert outcome.code == 0
+    assert "…" not in outcome.out
+    assert sum(" ok " in line for line in outcome.out.splitlines()) == 2, "one line for each rollout"
 
 
 @pytest.mark.parametrize("threshold", ["abs_diff.mean", "no_metric=1", "k1=nan", "k1=-inf", "k1=inf", "=1"])

@@ -27,7 +27,13 @@ def trained(stand_in: Any) -> list[dict[str, Any]]:
             rollout_dumps=[out / "rollout_data" / "0.pt"],
             patches=[PATCH],
             seconds={"total": 1.5},
-            agreement={"layout_max_abs_diff": 1e-6},
+            agreement={
+                "n_samples": 16,
+                "n_tokens": 175,
+                "layout_max_abs_diff": 7.15e-6,
+                "rollout_mean_abs_diff": 0.01613,
+                "rollout_log_probs": "no engine ran",
+            },
             report=out / "report.html",
             report_note="No sign of a fault.",
         )
@@ -48,6 +54,13 @@ def test_demo_prints_the_keys_that_checks_read(call: Any, trained: list[dict[str
     assert document["verdict"] == "No sign of a fault."
     assert document["patches"] == [PATCH]
     assert outcome.err == ""
+
+
+def test_demo_says_in_words_what_agrees(call: Any, trained: list[dict[str, Any]]) -> None:
+    out = call("demo", "--out", "o").out
+    assert "16 samples, 175 trained tokens" in out
+    assert "7.2e-06 at most between this layout and a single process" in out
+    assert "0.016 on average between rollout and training" in out
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,12 @@ def test_what_changes_advantages_is_warned_of(call: Any, tmp_path: Path) -> None
     assert "normalised rewards over all of them" in warnings
 
 
+def test_a_finding_that_is_not_there_is_refused_with_those_that_are(call: Any, dumps: tuple[Path, Path]) -> None:
+    outcome = call("extract", *dumps, "--finding", "stale", "-o", dumps[0].with_name("mini.pt"))
+    assert outcome.code == 2
+    assert "expected a finding, of which these dumps have none, found 'stale'" in outcome.err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [("--samples", "99"), ("--samples", "a"), (), ("--worst", "2"), ("--samples", "1", "--worst", "2")],

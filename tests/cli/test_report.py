@@ -38,6 +38,15 @@ def test_the_verdict_is_printed_and_a_fault_in_the_data_is_no_failure(call: Any,
     assert "Worst token: Sample 5, token 7" in outcome.out
 
 
+def test_a_file_that_cannot_be_read_is_exit_2_and_the_page_is_about_the_others(call: Any, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", rollouts=2)
+    (run / "train_data" / "1.pt").write_bytes(b"PK\x03\x04 cut")
+    outcome = call("report", run, "-o", tmp_path / "page.html")
+    assert outcome.code == 2
+    assert "page.html: 1 rollout," in outcome.out
+    assert f"not used: {run / 'train_data' / '1.pt'}: is a cut" in outcome.err
+
+
 @pytest.mark.parametrize("given", [["absent.pt"], ["."], ["run/rollout_data/0.pt"]])
 def test_nothing_to_report_on_is_exit_2_and_one_line(
     call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from slime_instrument._format import journal
 
 
@@ -45,4 +47,18 @@ def test_json_says_the_same(call: Any, tmp_path: Path) -> None:
 def test_a_folder_without_a_journal_cannot_be_looked_at(call: Any, tmp_path: Path) -> None:
     outcome = call("status", tmp_path)
     assert outcome.code == 2
-    assert outcome.err
+    assert "holds no instrument.jsonl" in outcome.err
+
+
+def test_a_dump_is_not_taken_for_a_journal(call: Any, tmp_path: Path) -> None:
+    (tmp_path / "0.pt").write_bytes(b"PK\n\n")
+    outcome = call("status", tmp_path / "0.pt")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "is no instrument.jsonl" in outcome.err
+
+
+def test_a_misspelt_setting_is_named(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIME_INSTRUMENT_EVRY", "3")
+    outcome = call("status")
+    assert outcome.code == 0
+    assert "no such setting, ignored: SLIME_INSTRUMENT_EVRY" in outcome.err

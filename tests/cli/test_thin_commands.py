@@ -53,6 +53,12 @@ def test_an_error_of_ours_is_one_line_and_exit_2(call: Any, stand_in: Any) -> No
     assert strict(outcome.out) == {"error": "/x is not slime"}
 
 
+def test_a_folder_without_dumps_is_named_by_convert(call: Any, tmp_path: Path) -> None:
+    outcome = call("convert", tmp_path, "-o", tmp_path / "0.pt")
+    assert outcome.code == 2
+    assert f"{tmp_path}: holds no dumps. Nothing was converted." in outcome.err
+
+
 @pytest.mark.parametrize("dashes", [[], ["--"]])
 def test_run_passes_the_command_on_with_its_options(call: Any, stand_in: Any, dashes: list[str]) -> None:
     seen: list[list[str]] = []

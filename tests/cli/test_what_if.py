@@ -78,6 +78,10 @@ def test_what_means_nothing_ends_with_2(call: Any, pair: Path, arguments: tuple[
     assert "expected" in outcome.err
 
 
+def test_a_sweep_without_values_is_refused_as_a_sweep(call: Any, pair: Path) -> None:
+    assert "--sweep: expected NAME:PARAMETER=VALUE" in call("what-if", pair, "--sweep", "slime-tis").err
+
+
 def test_nothing_to_try_on_ends_with_2(call: Any, pair: Path) -> None:
     outcome = call("what-if", pair / "train_data", "--json")
     assert outcome.code == 2

@@ -1,6 +1,6 @@
 """The places where a fault is planted, each by its name, and how to plant it in a rank.
 
-Four kinds. ``seam/<patch>/<step>``: a step of a patch raises, before or after its target. ``dump/<what>``: a function
+Four kinds. ``hook/<patch>/<step>``: a step of a patch raises, before or after its target. ``dump/<what>``: a function
 of the dump raises. ``slime/<target>/<when>``: slime's own function raises, which must pass through us untouched.
 ``peer/<what>``: a rank sleeps or is killed in the middle of the dump, and the others must not wait for it for long.
 """
@@ -88,7 +88,7 @@ class Site:
 
     @property
     def captures(self) -> bool:
-        ours = ("seam/policy-loss", "seam/log-probs", "dump/collect")
+        ours = ("hook/policy-loss", "hook/log-probs", "dump/collect")
         return self.name.startswith(ours)
 
     @property
@@ -96,23 +96,23 @@ class Site:
         return self.name.split("/")[0]
 
 
-def _seams() -> Iterator[Site]:
-    yield Site("seam/data-loader/before", "load")
-    yield Site("seam/data-loader/after", "load")
-    yield Site("seam/data-loader/cleanup", "load")
-    yield Site("seam/train-actor/before", "train")
-    yield Site("seam/train-actor/cleanup", "dump", loses=False)
-    yield Site("seam/rollout-metrics/before", "train")
-    yield Site("seam/rollout-metrics/cleanup", "train")
-    yield Site("seam/optimizer-step/before", "train", loses=False, provenance=True)
-    yield Site("seam/micro-batches/before", "train", per_batch=True)
-    yield Site("seam/micro-batches/idle", "train", per_batch=True)
-    yield Site("seam/policy-loss/before", "train", per_batch=True, who="last-stage")
-    yield Site("seam/policy-loss/cleanup", "train", per_batch=True, who="last-stage")
-    yield Site("seam/log-probs/before", "train", per_batch=True, who="last-stage")
-    yield Site("seam/log-probs/after", "train", per_batch=True, who="last-stage")
-    yield Site("seam/train-dump/before", "dump")
-    yield Site("seam/train-dump/inside", "dump", where=("slime_instrument._hooks.dump", "_positions_from"))
+def _hooks() -> Iterator[Site]:
+    yield Site("hook/data-loader/before", "load")
+    yield Site("hook/data-loader/after", "load")
+    yield Site("hook/data-loader/cleanup", "load")
+    yield Site("hook/train-actor/before", "train")
+    yield Site("hook/train-actor/cleanup", "dump", loses=False)
+    yield Site("hook/rollout-metrics/before", "train")
+    yield Site("hook/rollout-metrics/cleanup", "train")
+    yield Site("hook/optimizer-step/before", "train", loses=False, provenance=True)
+    yield Site("hook/micro-batches/before", "train", per_batch=True)
+    yield Site("hook/micro-batches/idle", "train", per_batch=True)
+    yield Site("hook/policy-loss/before", "train", per_batch=True, who="last-stage")
+    yield Site("hook/policy-loss/cleanup", "train", per_batch=True, who="last-stage")
+    yield Site("hook/log-probs/before", "train", per_batch=True, who="last-stage")
+    yield Site("hook/log-probs/after", "train", per_batch=True, who="last-stage")
+    yield Site("hook/train-dump/before", "dump")
+    yield Site("hook/train-dump/inside", "dump", where=("slime_instrument._hooks.dump", "_positions_from"))
 
 
 _DUMP = "slime_instrument._dump"
@@ -183,7 +183,7 @@ def _peers() -> Iterator[Site]:
         yield Site(f"peer/{verb}-while-receiving", "dump", where=receiving, who="writer", nth=1, action=action)
 
 
-ALL: dict[str, Site] = {site.name: site for site in (*_seams(), *_dump(), *_slime(), *_peers())}
+ALL: dict[str, Site] = {site.name: site for site in (*_hooks(), *_dump(), *_slime(), *_peers())}
 
 
 @contextlib.contextmanager
@@ -203,13 +203,13 @@ def planted(trigger: Trigger) -> Iterator[None]:
         _as_in_a_new_job(undo)
         slime_instrument.instrument("the fault matrix")
         undo.callback(slime_instrument.uninstrument)
-        if site.kind == "seam" and not site.where[0]:
+        if site.kind == "hook" and not site.where[0]:
             _, patch, step = site.name.split("/")
             placement = runtime.current().patcher[patch]
             placement.patch = _with_fault(placement.patch, step, trigger.pull)
         elif site.where == _WRITE:
             undo.enter_context(_replaced(*site.where, lambda original: _torn_write(original, trigger)))
-        elif site.kind in ("seam", "dump", "peer"):
+        elif site.kind in ("hook", "dump", "peer"):
             undo.enter_context(_replaced(*site.where, lambda original: _around(original, trigger, before=True)))
         yield
 

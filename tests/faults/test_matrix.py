@@ -15,13 +15,13 @@ from tests.faults.verdict import judge
 pytestmark = pytest.mark.lab
 
 LAYOUT = Layout(1, 1, 2, 2)
-LENIENT = [("seam/data-loader/after", 1, None), ("seam/log-probs/after", 3, 1), ("seam/policy-loss/cleanup", 0, 0)]
-LENIENT += [("seam/train-dump/before", 2, None), ("dump/topology", 1, None)]
+LENIENT = [("hook/data-loader/after", 1, None), ("hook/log-probs/after", 3, 1), ("hook/policy-loss/cleanup", 0, 0)]
+LENIENT += [("hook/train-dump/before", 2, None), ("dump/topology", 1, None)]
 LENIENT += [("dump/gather-send", 2, 1), ("dump/gather-feed", 0, None), ("dump/write", 0, None)]
 STRICT = [
     ("dump/gather-send", 3, 1),
     ("dump/rename", 0, None),
-    ("seam/train-dump/inside", 1, None),
+    ("hook/train-dump/inside", 1, None),
 ]
 CHOSEN = [
     *(Scenario(site, rank, nth, False, (0, 2), 4) for site, rank, nth in LENIENT),
@@ -32,7 +32,7 @@ CHOSEN = [
     Scenario("peer/late", 1, None, False, (0,), 2),
     Scenario("peer/stalls-while-sending", 2, 1, False, (0,), 3),
     Scenario("peer/stopped-while-receiving", 0, 1, False, (0,), 3),
-    Scenario("seam/log-probs/before", 2, 1, True, (1,), 2, alone=True),
+    Scenario("hook/log-probs/before", 2, 1, True, (1,), 2, alone=True),
     Scenario("peer/killed-while-sending", 3, 1, False, (1,), 2, alone=True),
 ]
 STEPS_OUT = Scenario("dump/contribute", 1, None, False, (0, 1, 2, 3), 4)
@@ -61,7 +61,7 @@ def test_after_three_failures_in_a_row_a_rank_steps_out_and_no_other_waits_for_i
 def test_the_whole_matrix_has_every_site_on_every_rank_that_reaches_it() -> None:
     scenarios = list(everything(LAYOUT))
     assert {scenario.site for scenario in scenarios} == set(ALL)
-    assert {scenario.nth for scenario in scenarios if scenario.site == "seam/log-probs/after"} == {0, 1}
+    assert {scenario.nth for scenario in scenarios if scenario.site == "hook/log-probs/after"} == {0, 1}
     for name, ranks in (("dump/contribute", {0, 1, 2, 3}), ("dump/write", {0}), ("dump/gather-send", {1, 2, 3})):
         for strict in (False, True):
             mine = [scenario for scenario in scenarios if scenario.site == name and scenario.strict is strict]

@@ -78,7 +78,17 @@ def test_nothing_to_pair_says_what_there_is_and_what_is_missing(tmp_path: Path) 
     builders.save(builders.rollout(builders.v2()) | {"rollout_id": 11}, tmp_path / "rollout_data" / "11.pt")
     builders.save(builders.v2(), tmp_path / "train_data" / "7.pt")
     error = str(no_pairs([tmp_path], find_pairs([tmp_path]), "Nothing was done."))
-    assert "found rollout dumps of 11 and train dumps of 7. Nothing was done." in error
+    assert "found rollout dumps of rollout 11 and train dumps of rollout 7. Nothing was done." in error
+
+
+def test_a_file_that_cannot_be_read_is_named_once_with_the_reason(tmp_path: Path) -> None:
+    cut = tmp_path / "7.pt"
+    builders.save(builders.v2(), cut)
+    cut.write_bytes(cut.read_bytes()[:500])
+    (skipped,) = find_pairs([cut]).skipped
+    assert str(skipped).count(str(cut)) == 1
+    assert not skipped.reason.endswith(".")
+    assert ".." not in str(no_pairs([cut], find_pairs([cut]), "Nothing was done."))
 
 
 def test_of_two_rollout_dumps_of_one_rollout_the_second_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""All seams together on a made slime, in the forms that its releases had."""
+"""All hooks together on a made slime, in the forms that its releases had."""
 
 from __future__ import annotations
 

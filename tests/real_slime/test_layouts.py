@@ -94,7 +94,7 @@ def test_swapped_zigzag_chunks_are_noticed_by_every_comparison(
         assert any("log_probs" in text for text in from_native(payload, _of(runs, DP2_CP2.native), 2))
 
 
-def test_a_missing_seam_is_noticed_and_leaves_no_half_captured_values(
+def test_a_missing_target_is_noticed_and_leaves_no_half_captured_values(
     runs: Runs, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     plugin = tmp_path / "broken.py"

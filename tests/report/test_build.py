@@ -168,7 +168,7 @@ def test_the_page_asks_no_one_for_anything_and_runs_only_its_own_scripts(tmp_pat
 def test_no_pair_at_all_is_an_error_that_says_why(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "train_data" / "0.pt").unlink()
-    with pytest.raises(DumpFormatError, match=r"found rollout dumps of 0 and train dumps of no rollout") as caught:
+    with pytest.raises(DumpFormatError, match=r"found rollout dumps of rollout 0 and no train dump") as caught:
         write_report([run], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
     assert "No report was written" in str(caught.value)

@@ -30,8 +30,10 @@ def test_files_may_come_in_any_order_and_a_train_dump_alone(write_dumps: Callabl
     train, rollout = folder / "train_data" / "3.pt", folder / "rollout_data" / "3.pt"
     assert choose_files([rollout, train], None) == choose_files([train, rollout], None) == ([(train, rollout)], 0)
     assert choose_files([train], None) == ([(train, None)], 0)
-    with pytest.raises(DumpFormatError, match=r"expected a train dump"):
+    with pytest.raises(DumpFormatError, match=r"expected a train dump, found none"):
         choose_files([rollout], None)
+    with pytest.raises(DumpFormatError, match=r"found .*absent\.pt: No such file or directory"):
+        choose_files([folder / "absent.pt"], None)
 
 
 def test_the_mismatch_of_a_sample_needs_the_train_dump_only(write_dumps: Callable[..., Path]) -> None:
