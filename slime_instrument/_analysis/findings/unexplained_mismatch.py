@@ -4,7 +4,7 @@ tokens."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -23,6 +23,7 @@ _POSITIVE = 0.05  # mean δ in nats that no sampling explains
 _SURE_OF_SIGN = 6.0
 _LONELY = 0.5  # |δ| in nats of a single token that stands out,
 _TIMES = 20.0  # and over what 99 % of the tokens stay below
+_AT_ONCE = 1 << 20  # tokens
 
 
 def find(view: View) -> Finding | None:
@@ -51,22 +52,29 @@ def single_tokens(view: View, findings: Sequence[Finding]) -> Finding | None:
     named = {position for one in findings for position in one.samples}
     rest = torch.tensor([pair.position not in named for pair in view.table.pairs], dtype=torch.bool)
     tokens = view.open & view.tokens_of(rest)
-    size = torch.where(tokens, (view.table.train - view.table.rollout).abs(), 0.0)
-    values = size[tokens]
-    if not len(values):
+    largest = max((float(sizes.max()) for sizes in _sizes(view, tokens)), default=0.0)
+    if largest <= _LONELY:
         return None
-    usual = float(values.sort().values[min(len(values) - 1, int(0.99 * len(values)))])
+    size = torch.cat(list(_sizes(view, tokens)))
+    values = size[tokens]
+    usual = float(values.kthvalue(min(len(values), int(0.99 * len(values)) + 1)).values)
     found = size > max(_LONELY, _TIMES * usual)
     n = int(found.sum())
     if not n:
         return None
-    largest = float(values.max())
     message = (
         f"{n} of {len(values)} tokens stand out: |δ| is up to {largest:.3g} nats there, and at most {usual:.3g} at "
         "99 % of the tokens. No known cause fits."
     )
     evidence = {"kind": "tokens", "n_tokens": n, "max_abs": largest, "p99": usual}
     return Finding(CODE, message, view.positions_with(found), evidence, found)
+
+
+def _sizes(view: View, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
+    """|δ| at ``tokens``, 0 elsewhere, in pieces: never all of a large dump at once."""
+    for start in range(0, len(tokens), _AT_ONCE):
+        part = slice(start, start + _AT_ONCE)
+        yield torch.where(tokens[part], (view.table.train[part] - view.table.rollout[part]).abs(), 0.0)
 
 
 def _finding(
