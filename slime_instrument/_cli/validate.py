@@ -32,7 +32,8 @@ _SHOWN_PER_CODE = 10
 def validate(
     dumps: Annotated[list[Path], typer.Argument(metavar="DUMP...", help="Train dumps (v2 or old) and rollout dumps.")],
     rollout: Annotated[
-        Path | None, typer.Option(metavar="DUMP", help="The rollout dump that the train dumps came from.")
+        Path | None,
+        typer.Option(metavar="DUMP", help="The rollout dump of the train dumps, or a folder of them."),
     ] = None,
     allow_pickle: AllowPickle = False,
     json: Json = False,

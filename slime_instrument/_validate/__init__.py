@@ -19,6 +19,7 @@ from slime_instrument._format.dumps import (
     rollout_dump_of,
     train_dump_of,
 )
+from slime_instrument._format.pairs import find_pairs
 from slime_instrument._format.safe_load import load_dump
 from slime_instrument._validate.batch import (
     check_coverage,
@@ -67,7 +68,7 @@ def validate_files(
 
     Args:
         paths: v2 files, rollout dumps, old per-rank files. Per-rank files of one rollout are checked together too.
-        rollout: the rollout dump that the train dumps came from.
+        rollout: the rollout dump that the train dumps came from, or a folder that holds that of each.
         allow_pickle: read rollout dumps with objects of arbitrary classes; this can run code from them.
 
     Returns:
@@ -77,6 +78,8 @@ def validate_files(
         DumpFormatError: ``rollout`` cannot be read or is no rollout dump.
         OSError: ``rollout`` is missing or may not be read.
     """
+    if rollout is not None and Path(rollout).is_dir():
+        return _each_with_its_own([*map(Path, paths)], Path(rollout), allow_pickle)
     source = read_rollout_dump(rollout, allow_pickle=allow_pickle, compact=True) if rollout is not None else None
     report = ValidationReport()
     by_rollout: dict[int | None, list[TrainDump]] = {}
@@ -102,6 +105,25 @@ def validate_files(
         found = Problems(dumps[0].path)
         check_rank_coverage(dumps, source, found)
         report.add(found)
+    return report
+
+
+def _each_with_its_own(paths: Sequence[Path], folder: Path, allow_pickle: bool) -> ValidationReport:
+    """Each train dump against the rollout dump of its rollout in ``folder``."""
+    pairing = find_pairs([*paths, folder], allow_pickle=allow_pickle)
+    own = {path: pair.rollout for pair in pairing.pairs for path in pair.train}
+    together: dict[Path | None, list[Path]] = {}
+    for path in paths:
+        together.setdefault(own.get(path), []).append(path)
+    report = ValidationReport()
+    for source, members in together.items():
+        part = validate_files(members, rollout=source, allow_pickle=allow_pickle)
+        report.errors += part.errors
+        report.warnings += part.warnings
+    alone = [
+        one for one in pairing.skipped if one.file in paths and one.lone is not None and one.lone.kind != "rollout"
+    ]
+    report.errors += [Problem("no-rollout-dump", one.reason, str(one.file)) for one in alone]
     return report
 
 

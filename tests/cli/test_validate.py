@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tests.format import builders
+
 from .outcomes import strict
 
 
@@ -54,3 +56,19 @@ def test_a_rollout_file_with_objects_needs_the_opt_in(call: Any, tmp_path: Path)
         assert "--allow-pickle" in refused.err
         assert "Traceback" not in refused.err
         assert call(command, tmp_path / "0.pt", "--allow-pickle").code == 0
+
+
+def test_with_a_folder_each_train_dump_is_held_against_its_own_rollout(call: Any, tmp_path: Path) -> None:
+    payload = builders.v2()
+    for rollout_id in (7, 8, 9):
+        payload["rollout_id"] = rollout_id
+        rollout = {**builders.rollout(payload), "rollout_id": rollout_id}
+        if rollout_id == 8:
+            rollout["samples"][2]["tokens"][-1] += 1
+        if rollout_id != 9:
+            builders.save(rollout, tmp_path / "rollout_data" / f"{rollout_id}.pt")
+        builders.save(payload, tmp_path / "train_data" / f"{rollout_id}.pt")
+    outcome = call("validate", tmp_path / "train_data", "--rollout", tmp_path / "rollout_data", "--json")
+    found = [(Path(one["file"]).name, one["code"], one["sample"]) for one in strict(outcome.out)["errors"]]
+    assert outcome.code == 1
+    assert found == [("8.pt", "tokens-differ", 2), ("9.pt", "no-rollout-dump", None)]
