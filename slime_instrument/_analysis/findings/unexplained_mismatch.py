@@ -4,7 +4,7 @@ tokens."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -23,7 +23,6 @@ _POSITIVE = 0.05  # mean δ in nats that no sampling explains
 _SURE_OF_SIGN = 6.0
 _LONELY = 0.5  # |δ| in nats of a single token that stands out,
 _TIMES = 20.0  # and over what 99 % of the tokens stay below
-_AT_ONCE = 1 << 20  # tokens
 
 
 def find(view: View) -> Finding | None:
@@ -52,13 +51,14 @@ def single_tokens(view: View, findings: Sequence[Finding]) -> Finding | None:
     named = {position for one in findings for position in one.samples}
     rest = torch.tensor([pair.position not in named for pair in view.table.pairs], dtype=torch.bool)
     tokens = view.open & view.tokens_of(rest)
-    largest = max((float(sizes.max()) for sizes in _sizes(view, tokens)), default=0.0)
+    sizes = (block.size for block in view.table.blocks(tokens) if len(block))
+    largest = max((float(size.max()) for size in sizes), default=0.0)
     if largest <= _LONELY:
         return None
-    size = torch.cat(list(_sizes(view, tokens)))
-    values = size[tokens]
+    values = torch.cat([block.size for block in view.table.blocks(tokens)])
     usual = float(values.kthvalue(min(len(values), int(0.99 * len(values)) + 1)).values)
-    found = size > max(_LONELY, _TIMES * usual)
+    found = torch.zeros_like(tokens)
+    found[tokens] = values > max(_LONELY, _TIMES * usual)
     n = int(found.sum())
     if not n:
         return None
@@ -68,13 +68,6 @@ def single_tokens(view: View, findings: Sequence[Finding]) -> Finding | None:
     )
     evidence = {"kind": "tokens", "n_tokens": n, "max_abs": largest, "p99": usual}
     return Finding(CODE, message, view.positions_with(found), evidence, found)
-
-
-def _sizes(view: View, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
-    """|δ| at ``tokens``, 0 elsewhere, in pieces: never all of a large dump at once."""
-    for start in range(0, len(tokens), _AT_ONCE):
-        part = slice(start, start + _AT_ONCE)
-        yield torch.where(tokens[part], (view.table.train[part] - view.table.rollout[part]).abs(), 0.0)
 
 
 def _finding(
