@@ -10,7 +10,7 @@ import gc
 import math
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,22 +84,22 @@ class Model:
         return ids
 
 
-def requests_of(setting: Setting, model: Model) -> list[Request]:
-    """One request per sample; of the first ``share`` in a fixed shuffled order with the setting's own sampling."""
-    questions = prompts.CALIBRATION if setting.half == "calibration" else prompts.JUDGED
-    n = len(questions) * declared.ANSWERS
-    random = torch.Generator().manual_seed(declared.SEEDS[setting.half])
-    concerned = set(torch.randperm(n, generator=random)[: round(setting.sampling.share * n)].tolist())
-    plain, found = Sampling(), []
-    for i in range(n):
+def requests_of(half: declared.Half, sampling: Sampling, model: Model) -> list[Request]:
+    """One request per sample, all with the same sampling."""
+    questions = prompts.CALIBRATION if half == "calibration" else prompts.JUDGED
+    system = {"other-system": prompts.OTHER_SYSTEM, "no-system": None}.get(sampling.prompt, prompts.SYSTEM)
+    found = []
+    for i in range(len(questions) * declared.ANSWERS):
         question = questions[i // declared.ANSWERS]
-        prompt = model.prompt(question, prompts.SYSTEM)
-        sampling = setting.sampling if i in concerned else plain
-        system = {"other-system": prompts.OTHER_SYSTEM, "no-system": None}.get(sampling.prompt, prompts.SYSTEM)
         theirs = model.prompt(question, system)
         theirs = theirs[1:] if sampling.prompt == "no-first-token" else theirs
-        found.append(Request(prompt, theirs, sampling, 1000 * declared.SEEDS[setting.half] + i))
+        found.append(Request(model.prompt(question, prompts.SYSTEM), theirs, sampling, 1000 * declared.SEEDS[half] + i))
     return found
+
+
+def chosen(n: int, share: float, seed: int) -> set[int]:
+    """A share of ``n`` samples by chance."""
+    return set(torch.randperm(n, generator=torch.Generator().manual_seed(seed))[: round(share * n)].tolist())
 
 
 class Vllm:
@@ -371,8 +371,7 @@ def write(setting: Setting, answers: list[Answer], trained: list[tuple[torch.Ten
 
 def mixed(setting: Setting, older: list[Answer], newer: list[Answer]) -> list[Answer]:
     """A part of the samples by the older weights, one update behind; the rest by the current ones."""
-    random = torch.Generator().manual_seed(declared.SEEDS[setting.half] + 1)
-    old = set(torch.randperm(len(older), generator=random)[: round(setting.mixture * len(older))].tolist())
+    old = chosen(len(older), setting.mixture, declared.SEEDS[setting.half] + 1)
     return [
         Answer(a.prompt, a.tokens, a.log_probs, LATEST - 1) if i in old else b
         for i, (a, b) in enumerate(zip(older, newer, strict=True))
@@ -418,30 +417,33 @@ def main() -> None:
                 write(one, answers, trained[one.name], out)
             said(f"{len(answers)} answers, {weights} weights in {dtype}: {', '.join(one.name for one in own)}")
 
-    clean: list[Answer] = []
+    sampled: dict[Sampling, list[Answer]] = {}
+
+    def answers_of(sampling: Sampling) -> list[Answer]:
+        """What the engine says; where a sampling concerns a share of the samples only, the others are plain."""
+        if sampling.share < 1:
+            whole, plain = answers_of(replace(sampling, share=1.0)), answers_of(Sampling())
+            concerned = chosen(len(plain), sampling.share, declared.SEEDS[options.half])
+            return [whole[i] if i in concerned else plain[i] for i in range(len(plain))]
+        if sampling not in sampled:
+            sampled[sampling] = engine.sample(requests_of(options.half, sampling, model))
+            said(f"sampled {sum(len(one.tokens) for one in sampled[sampling])} tokens")
+        return sampled[sampling]
+
     for wanted in declared.by_sampling(options.half, options.engine):
         missing = [one for one in wanted if options.again or not (out / one.folder).exists()]
-        needed_later = wanted[0].sampling == Sampling() and not wanted[0].mixture
-        if not missing and not (needed_later and options.engine == "vllm"):
+        if not missing:
             continue
+        if any(one.training.weights == "updated" for one in missing):
+            updated(model, answers_of(Sampling()), newer_folder, declared.SEEDS[options.half])
+        answers = answers_of(wanted[0].sampling)
         if wanted[0].mixture:
             engine.close()
-            newer_weights = updated(model, clean, newer_folder, declared.SEEDS[options.half])
-            if options.stand_in:
-                newer_model = Model(options.gguf, newer_weights)
-                engine = Transformers(newer_model)
-            else:
-                engine = Vllm(newer_weights)
-            newer = engine.sample(requests_of(wanted[0], model))
+            engine = Transformers(Model(options.gguf, newer_folder)) if options.stand_in else Vllm(newer_folder)
+            newer = engine.sample(requests_of(options.half, Sampling(), model))
             for one in missing:
-                made([one], mixed(one, clean, newer))
-            continue
-        answers = engine.sample(requests_of(wanted[0], model))
-        if needed_later:
-            clean = answers
-            if any(one.training.weights == "updated" for one in missing):
-                updated(model, clean, newer_folder, declared.SEEDS[options.half])
-        if missing:
+                made([one], mixed(one, answers, newer))
+        else:
             made(missing, answers)
     said("done")
 
