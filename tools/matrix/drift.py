@@ -33,9 +33,9 @@ class Outcome(enum.Enum):
 
     OURS = "the dump of the unchanged slime"
     BY_INDEX = "our dump, in the order of sample_index, without positions"
-    NO_LOG_PROBS = "our dump without log-probs, and it says why"
-    NATIVE = "slime's own v2 dump: our dump steps back"
-    PER_RANK = "slime's own file per rank: our dump steps back"
+    NO_LOG_PROBS = "our dump without log-probs; it says why"
+    NATIVE = "slime's own v2 dump; ours is not written"
+    PER_RANK = "slime's own file per rank; ours is not written"
 
 
 @dataclass(frozen=True)

@@ -18,19 +18,23 @@ from tools.matrix.recipes import RECIPES
 
 _DRIFT = """## When slime changes
 
-What upstream could do, or has done, to the places where the hooks work. Each is trained on DP2-CP2 from a checkout
-with a few lines changed (`tools/matrix/drift.py`, `tests/drift`): weights are those of the unchanged slime, bit for
-bit; the file is what the table says, compared value by value; `check` says beforehand what came of it.
+What happens to the dump when upstream changes a function that is patched, as it could or already has. Each change was
+made to a few lines of a checkout, which was then trained on DP2-CP2 (`tools/matrix/drift.py`, `tests/drift`). The
+weights are those of the unchanged slime, bit for bit; the file was compared value by value with what the table says;
+and `check` predicted the outcome. –: not tried with this slime.
 
 """
 
 _FORKS = """## Forks
 
-Public repositories that carry the package `slime`, as they stood at these commits. Not part of the matrix: each was
-trained once, by hand, on DP2-CP2 with the plainest recipe, with us and without. "ok": every patch active but the
-driver's, which the lab has no use for; 8 samples in rollout order with captured log-probs; weights that are those of
-the run without us, bit for bit. "own changes": lines in `slime/` since the last commit of upstream's that it has.
-`check` says of all that dumps will be written, but for the two where it exits 1.
+Public repositories that contain the package `slime`, at the given commits. They are not part of the matrix: each was
+trained once, by hand, on DP2-CP2 with the plainest recipe, instrumented and not. `check` says that dumps will be
+written for all but the two older than v0.2.0.
+
+- "of": the month of the commit.
+- "own changes": lines added and removed in `slime/` since the last upstream commit that the fork contains.
+- "ok": every patch was active except the driver's, which these runs do not use; 8 samples were in rollout order with
+  captured log-probs; the weights were those of the uninstrumented run, bit for bit.
 
 """
 _TRAINED_FORKS = (
@@ -47,60 +51,69 @@ _TRAINED_FORKS = (
     ("modal-projects/slime", "680824d", "2026-07", "0.3.0", "none", "ok"),
 )
 _RENAMED = """
-A fork whose package has another name is patched with `SLIME_INSTRUMENT_PACKAGE=NAME`, if its modules are slime's.
-Checked with slime 681b3adca~1 renamed to `vime` (`tests/real_slime/test_renamed_package.py`): dump and weights are
-those of the slime that it was, bit for bit. vime itself could not be had, and was not run.
+A fork that renamed the package is patched with `SLIME_INSTRUMENT_PACKAGE=NAME`, if its modules are slime's. This was
+checked with slime 681b3adca~1 renamed to `vime` (`tests/real_slime/test_renamed_package.py`): dump and weights are
+those of the original, bit for bit. vime itself was not available and was not run.
 """
 
 Found = Mapping[str, Mapping[str, Any]]
 
 _WORDS = {"ok": "ok", "failed": "**failed**", "absent": "–", "not run": "not run"}
 _TARGETS = (*RELEASES, MINIATURE)
+_UNEVEN = "uneven data-parallel ranks"
+_COUNTED = {
+    "ok": "ok",
+    "failed": "failed",
+    "slime-cannot": "that slime cannot train",
+    "absent": "that the release does not have",
+    "not run": "not run",
+}
 
 _INTRO = """# Compatibility
 
-Written by `python -m tools.matrix --page`; not by hand. Every cell is real training on CPU ranks: with
-us, without us, and in a single process, compared value by value.
+Written by `python -m tools.matrix --page`, not by hand. Every cell is real training on CPU ranks: instrumented,
+uninstrumented, and in a single process, compared value by value. Layouts name the parallel sizes above 1, such as
+DP2-CP2 (VPP: virtual pipeline). `681b3adca` is slime's commit with the v2 dump of pull request #2266, `681b3adca~1` the
+one before it, and `miniature` the bundled stand-in for slime.
 
 | in a cell | means |
 |---|---|
-| ok | every check below holds |
-| **failed** | one does not; listed at the end |
-| slime: *error* | slime cannot train this at this release: it ends with this error, with us and without us |
+| ok | every [check](#what-is-verified-in-each-cell) passed |
+| **failed** | a check failed; the reason is listed below |
+| slime: *error* | slime cannot train this at this release: it ends with this error, instrumented or not |
 | – | this release does not have it |
-| not run | not run |
+| not run | not run yet |
 """
 
 _VERIFIED = """## What is verified in each cell
 
-- **As the single process.** The dump of the layout against that of one process: log-probs within 1e-5
+- **Same as a single process.** The dump is compared, sample by sample, with that of one process: log-probs within 1e-5
   (1e-4 for mixture of experts and for values captured after an optimizer step; 0.15 in bf16), what is computed from
-  several of them within five times that, everything else exact, sample by sample. Whitened advantages are left out
-  here: slime's own depend on the layout.
-- **As slime's own file.** The same run without us. At releases without the v2 dump, every value in slime's per-rank
-  files is found in ours, bit for bit, at the place that counting tokens one by one gives. At releases with it, the
-  two files are the same bits, provenance aside.
-- **As native slime.** `681b3adca~1` with us against `681b3adca` without: the whole file bit for bit, provenance
-  aside.
-- **Captured as recomputed.** On the plainest recipe, log-probs taken from the training forward against those that
-  slime computes beforehand when a recipe makes it do so: the same bits.
-- **Weights untouched.** The weights of every rank after the step are those of the run without us, bit for bit.
-- **Metrics untouched.** What reaches the experiment tracker is what slime logs without us, bit for bit, clocks aside,
-  and no key of ours is among it; nor is slime's own stray `rollout/partition`.
-- **The rest.** One file and no other; `validate` passes against the rollout dump; each position leads to the rollout
-  sample with the same tokens; log-probs are complete; provenance says where they and the positions came from; no
-  patch failed.
+  several log-probs within five times that, everything else exactly. Whitened advantages are left out, because slime's
+  own depend on the layout.
+- **Same as slime's own file.** The dump is compared with that of the uninstrumented run. At releases without the v2
+  dump, every value in slime's per-rank files is found in ours, bit for bit, at the place where a plain count of the
+  tokens puts it. At releases with it, the two files are equal bit for bit, except for the provenance.
+- **Same as native slime.** Instrumented `681b3adca~1` against uninstrumented `681b3adca`: the whole file is equal bit
+  for bit, except for the provenance.
+- **Captured equals recomputed.** On the plainest recipe, log-probs captured in the training forward are equal, bit for
+  bit, to those that slime computes beforehand when a recipe asks for it.
+- **Weights unchanged.** After the step, the weights of every rank are those of the uninstrumented run, bit for bit.
+- **Metrics unchanged.** The experiment tracker gets what slime logs uninstrumented, bit for bit, except for timings. No
+  key of ours is among it, nor slime's own stray `rollout/partition`.
+- **The rest.** There is one file and no other; `validate` passes against the rollout dump; each position leads to the
+  rollout sample with the same tokens; log-probs are complete; the provenance says where they and the positions came
+  from; no patch failed.
 
-Two differences from slime's file are deliberate: `ref_entropy` and `teacher_entropy` are whole (slime's list of
-sharded fields forgot them), and a token that no rank owns is NaN instead of 0.0.
+[Two differences](../README.md#what-you-get) from slime's file are deliberate.
 """
 
 _LIMITS = """## What was not possible on a CPU
 
 NCCL, CUDA tensors and streams, TransformerEngine and flash attention, real checkpoints, weight sync, SGLang, slime's
-own argument parser, a critic that is trained, Megatron-based teachers, FSDP. Packed attention, images and the
-routing-replay hooks of a patched Megatron-LM are stood in for by the lab. Sizes are tiny: what dumping costs at scale
-is not measured here.
+own argument parser, training a critic, Megatron-based teachers, FSDP. Packed attention, images and the routing-replay
+hooks of a patched Megatron-LM are replaced by stand-ins. Models and batches are tiny; for what a dump costs, see
+[Performance](performance.md).
 """
 
 
@@ -109,7 +122,7 @@ def render(results: Found, sources: Mapping[str, Path], code: str) -> str:
     parts = [
         _INTRO,
         _versions(results, sources, code),
-        "## Releases and layouts\n\nThe plainest recipe (GRPO, one optimizer step).\n",
+        "## Releases and layouts\n\nThe plainest recipe: GRPO, one optimizer step.\n",
         _layouts(results),
         _recipes(results, RECIPE_LAYOUTS[0], _TARGETS),
         _recipes(results, RECIPE_LAYOUTS[1], AROUND_NATIVE),
@@ -182,11 +195,11 @@ def _samples(results: Found) -> str:
     for kind, what in EDGE_KINDS.items():
         name = f"edge:{kind}" if kind == "no-prompt" else "edge"
         rows.append([what, *(_kind(results, release, name, kind) for release in _TARGETS)])
-    rows.append(["uneven data-parallel ranks", *(_kind(results, release, "uneven", None) for release in _TARGETS)])
+    rows.append([_UNEVEN, *(_kind(results, release, "uneven", None) for release in _TARGETS)])
     where = f"a single process, {' and '.join(RECIPE_LAYOUTS)}"
-    return f"## Samples\n\nOn {where}; all kinds in one run, but for the last two rows.\n\n" + _table(
-        ["samples", *_TARGETS], rows
-    )
+    alone = f'"{EDGE_KINDS["no-prompt"]}" and "{_UNEVEN}"'
+    intro = f"## Samples\n\nOn {where}. {alone} have a run each; all other kinds are in one run.\n\n"
+    return intro + _table(["samples", *_TARGETS], rows)
 
 
 def _kind(results: Found, release: str, samples: str, kind: str | None) -> str:
@@ -227,7 +240,7 @@ def _notes(results: Found) -> str:
         grouped: dict[str, list[str]] = {}
         for key, found in chosen.items():
             grouped.setdefault(_one_line(found["reason"]), []).append(key)
-        lines.append(f"## {title}\n")
+        lines.append(f"## {title}\n\nCells as release / layout / recipe / samples.\n")
         lines += [f"- {_shortened(keys)}: `{reason}`" for reason, keys in sorted(grouped.items())]
         lines.append("")
     return "\n".join(lines)
@@ -245,7 +258,7 @@ def _shortened(keys: Sequence[str]) -> str:
 def _versions(results: Found, sources: Mapping[str, Path], code: str) -> str:
     planned = {cell.key for cell in cells(_TARGETS)}
     counts = Counter(results[key]["status"] if key in results else "not run" for key in planned)
-    counted = ", ".join(f"{counts[status]} {status}" for status in sorted(counts))
+    counted = ", ".join(f"{counts[status]} {words}" for status, words in _COUNTED.items() if counts[status])
     dates = sorted(found["when"][:10] for found in results.values())
     other = sum(found["code"] != code for found in results.values())
     rows = [
