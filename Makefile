@@ -15,10 +15,12 @@ test: lint
 	$(BIN)/python -m pytest -m "not full and not alone" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m "alone and not full"
 
-# All of it: further Ray routes and Python versions, every extra in an environment of its own, the whole fault matrix.
+# All of it: further Ray routes and Python versions, every extra in an environment of its own, five minutes of odd values,
+# the whole fault matrix.
 test-full: lint
 	$(BIN)/python -m pytest -m "not alone" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m tests.fuzz.values --seconds 300
 	$(BIN)/python -m tests.faults.matrix
 
 lint: $(VENV)/.dev
