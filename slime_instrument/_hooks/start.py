@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slime_instrument._dump.rank import megatron_is_up
+from slime_instrument._dump.agree import megatron_is_up
 from slime_instrument._hooks.process import Process, dump_is_asked_for
 from slime_instrument._patching.patch import Call, around
 from slime_instrument._switch import package

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from slime_instrument._dump.rank import megatron_is_up
+from slime_instrument._dump.agree import megatron_is_up
 from slime_instrument._hooks.capture import (
     LOCAL_KEY,
     NATIVE_CAPTURE,
