@@ -1,4 +1,4 @@
-"""The exceptions of this package, and the five parts every message of ours has.
+"""The exceptions of this package, the five parts every message of ours has, and the one way to the log.
 
 Each exception also is the builtin that callers already catch. Standard library only: this module is imported at
 interpreter start.
@@ -7,6 +7,7 @@ interpreter start.
 from __future__ import annotations
 
 import functools
+import logging
 import signal
 import sys
 import traceback
@@ -20,6 +21,7 @@ __all__ = [
     "TrainingPathError",
     "describe",
     "five_parts",
+    "log",
     "not_ours",
     "traceback_text",
 ]
@@ -155,3 +157,18 @@ def _is_known(module: object) -> bool:
 
 
 _KNOWN = frozenset({"slime_instrument", "torch", "wrapt", "numpy"})
+
+
+_logger = logging.getLogger("slime_instrument")
+
+
+def log(level: int, message: str, *arguments: object) -> None:
+    """Log ``message % arguments`` at ``level``; the one way to the log for everything that runs inside training.
+
+    Handlers and filters are the user's code: what one of them raises stays here and ends no training.
+    """
+    try:
+        _logger.log(level, message, *arguments)
+    except Exception as error:
+        if not_ours(error):
+            raise

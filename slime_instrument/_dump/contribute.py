@@ -24,7 +24,7 @@ import torch
 from slime_instrument._dump.agree import Topology
 from slime_instrument._dump.zigzag import shard_lengths
 from slime_instrument._errors import DumpError, describe, not_ours
-from slime_instrument._format.references import is_kept, is_written_out
+from slime_instrument._format.references import fate
 from slime_instrument._format.schema import ID_COLUMNS, LAYOUT_FIELDS, WHOLE_BATCH_FIELDS
 
 StreamKey = tuple[str, torch.dtype, tuple[int, ...]]
@@ -367,7 +367,7 @@ class _Queue:
         held = [tensor for tensor in tensors if tensor.numel()]
         self.sizes[key] = start + sum(tensor.numel() for tensor in held)
         if held:
-            if key[1] not in _JOINABLE:  # not every dtype has a kernel that joins tensors; bytes have
+            if key[1] not in ORDINARY_DTYPES:  # not every dtype has a kernel that joins tensors; bytes have
                 held = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in held]
             self.tensors.setdefault(key, []).extend(held)
         return start
@@ -388,10 +388,11 @@ class _Queue:
                 del self.tensors[key][kept:]
 
 
-_JOINABLE = frozenset(
-    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32}
-    | {torch.int64, torch.bool}
+ORDINARY_DTYPES = frozenset(
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128}
+    | {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
 )
+"""Dtypes that torch can fill, add, join and store in its usual way; the others are only moved, as bytes."""
 
 
 def _flat_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -615,12 +616,11 @@ class _Plain:
 def _in_file(value: Any) -> Any:
     """What stands for a tensor that slime left in a file: the reference itself where slime's dumps keep it. None for
     anything else."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind is torch.Tensor:  # looked at first: a dump holds thousands
         return None
-    if is_kept(kind):
-        return value
-    return InFile(value) if is_written_out(kind) else None
+    found = fate(kind)
+    return InFile(value) if found == "written out" else value if found == "kept" else None
 
 
 def _text(value: Any) -> str:

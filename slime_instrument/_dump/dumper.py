@@ -34,12 +34,11 @@ from slime_instrument._dump.file import (
 )
 from slime_instrument._dump.payload import build_payload, left_out, provenance, put_together
 from slime_instrument._dump.zigzag import shard_lengths
-from slime_instrument._errors import DumpError, describe, not_ours
+from slime_instrument._errors import DumpError, describe, log, not_ours
 from slime_instrument._format import journal
 from slime_instrument._format.schema import SHARDED_FIELDS
-from slime_instrument._log import log
+from slime_instrument._installation import versions
 from slime_instrument._settings import Settings, is_due
-from slime_instrument._versions import versions
 
 _HIDDEN = "_slime_instrument"
 """Keys of rollout_data that start with this are ours and travel no further."""

@@ -30,14 +30,14 @@ from typing import IO, Any, Protocol
 
 import torch
 
+from slime_instrument._dump.contribute import ORDINARY_DTYPES
 from slime_instrument._errors import DumpError, TrainingPathError, describe, five_parts, not_ours
-from slime_instrument._format.references import SPILL_SUFFIX, is_kept
+from slime_instrument._format.references import SPILL_SUFFIX, fate
 from slime_instrument._settings import Settings
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The path
 
-_PLACEHOLDERS = frozenset({"rollout_id", "rank"})
 _RANK_SUFFIX = "{rollout_id}_{rank}.pt"
 
 
@@ -67,14 +67,14 @@ def check_template(args: Any) -> str:
     template = dump_template(args)
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-        unknown = sorted({name for name in names if name not in _PLACEHOLDERS})
-        first, second = (dump_path(template, rollout_id, 0) for rollout_id in (0, 1)) if not unknown else (None, None)
+        unknown = sorted({name for name in names if name not in ("rollout_id", "rank")})
+        first, second = (dump_path(template, rollout_id, 0) if not unknown else Path() for rollout_id in (0, 1))
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise _refusal(template, f"a path template that can be filled in ({error})", repr(template)) from None
     if unknown:
         found = ", ".join("{" + name + "}" for name in unknown)
         raise _refusal(template, "only {rollout_id} and {rank} as placeholders", found)
-    if first is not None and first == second and _number_of_rollouts(args) != 1 and not _is_special(first):
+    if first == second and _number_of_rollouts(args) != 1 and not _is_special(first):
         found = "a path without {rollout_id}, for several rollouts"
         raise _refusal(template, "a different file for each rollout", found)
     rollout_template = getattr(args, "save_debug_rollout_data", None)
@@ -464,7 +464,7 @@ class Pickler(pickle.Pickler):
             return NotImplemented
         if value.requires_grad or value.is_conj() or value.is_neg() or value.is_quantized or value.is_nested:
             return NotImplemented
-        if value.dtype not in _WITH_TYPED_STORAGE:
+        if value.dtype not in ORDINARY_DTYPES:  # it has no typed storage for the others
             return NotImplemented
         untyped = value.untyped_storage()
         key = untyped._cdata, value.dtype
@@ -475,13 +475,6 @@ class Pickler(pickle.Pickler):
             )
         place = storage, value.storage_offset(), tuple(value.shape), value.stride(), False, self._nothing
         return torch._utils._rebuild_tensor_v2, place
-
-
-_WITH_TYPED_STORAGE = frozenset(
-    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128}
-    | {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
-)
-"""Dtypes that torch has a typed storage for; it describes the others in another way."""
 
 
 def _only_for_storages(torchs_own: Any) -> Any:
@@ -514,7 +507,8 @@ def keep_references(payload: dict[str, Any], path: Path) -> Path | None:
     bad: dict[Any, str] = {}
     for sample in payload["samples"]:
         for name, value in sample.items():
-            if name in bad or not is_kept(type(value)):
+            kind: Any = type(value)
+            if name in bad or fate(kind) != "kept":
                 continue
             try:
                 if value.path not in kept:

@@ -18,6 +18,7 @@ import torch
 from slime_instrument._dump.agree import Seen, Topology
 from slime_instrument._dump.contribute import (
     COMMON,
+    ORDINARY_DTYPES,
     Contribution,
     Description,
     InFile,
@@ -29,10 +30,9 @@ from slime_instrument._dump.contribute import (
     deeper,
 )
 from slime_instrument._dump.zigzag import Run, runs
-from slime_instrument._errors import DumpError, describe, not_ours
+from slime_instrument._errors import DumpError, describe, log, not_ours
 from slime_instrument._format.schema import COLUMN_TO_SAMPLE_KEY, FORMAT_VERSION, ID_COLUMNS, PROVENANCE
-from slime_instrument._log import log
-from slime_instrument._versions import versions
+from slime_instrument._installation import versions
 
 # What decides how slime makes advantages and losses of rewards: recorded, so that they can be worked out again.
 _ARGUMENTS = (
@@ -221,7 +221,7 @@ def _joined(
     memory = bytes_of(whole)
     if sum(run.length for cut in cuts.values() for run in cut) < count:
         # A token that no rank owns has no value; 0.0 would be a log-prob.
-        if dtype in _FILLABLE:
+        if dtype in ORDINARY_DTYPES:
             whole.fill_(float("nan") if dtype.is_floating_point or dtype.is_complex else 0)
         else:
             memory[:] = bytes(len(memory))
@@ -229,17 +229,10 @@ def _joined(
         shard = bytes_of(part)
         for source, target, length in cuts[rank]:
             memory[target * row : (target + length) * row] = shard[source * row : (source + length) * row]
-    if dtype in _FILLABLE and dtype.is_floating_point:
+    if dtype in ORDINARY_DTYPES and dtype.is_floating_point:
         # slime's native dump sums zero-padded shards, and -0.0 + 0.0 is 0.0: PPO's kl comes out with other bits.
         whole.add_(0.0)
     return whole
-
-
-_FILLABLE = frozenset(
-    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128}
-    | {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
-)
-"""Dtypes that torch can fill and add; the others are only moved."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
