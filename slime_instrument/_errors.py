@@ -6,11 +6,13 @@ interpreter start.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "InstrumentError",
     "SettingsError",
     "TrainingPathError",
+    "contained",
     "describe",
     "five_parts",
     "log",
@@ -108,6 +111,17 @@ def not_ours(error: BaseException) -> bool:
             return True
         trace = trace.tb_next
     return not called_theirs and not _is_known(type(error).__module__)
+
+
+@contextlib.contextmanager
+def contained(tell: Callable[[str], object] = lambda _why: None) -> Iterator[None]:
+    """What fails in the block goes no further; ``tell`` gets it in words. What is :func:`not_ours` passes through."""
+    try:
+        yield
+    except Exception as error:
+        if not_ours(error):
+            raise
+        tell(describe(error))
 
 
 def _was_handed_the_frame_it_interrupted(frame: FrameType) -> bool:

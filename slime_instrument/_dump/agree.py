@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slime_instrument._errors import DumpError, describe, not_ours
+from slime_instrument._errors import DumpError, contained, describe, not_ours
 from slime_instrument._settings import Pins, Settings, is_due
 
 if TYPE_CHECKING:
@@ -208,11 +208,8 @@ class Presence:
         """Say that nobody shall wait for this rank again, and why. Never raises."""
         self._out = reason
         if self.store is not None:
-            try:
+            with contained():
                 self._announce()
-            except Exception as error:
-                if not_ours(error):
-                    raise
 
     def skips(self, ranks: Sequence[int], rollout_id: int) -> list[int]:
         """Which of ``ranks`` do not dump this rollout, because their settings say so."""
@@ -291,12 +288,9 @@ def give_up(store: Store, call: CallId, rank: int, reason: str) -> None:
     """Tell the others not to wait for ``rank``, or, once bytes travel, why they end. Never raises: it is called when
     something has failed already, and the others' bounded waits cover a store that is gone too."""
     text = storable(f"rank {rank}: {reason}")
-    try:
+    with contained():
         store.compare_set(f"{_ROOT}/{call}/decision", "", f"skip:{text}")
         store.compare_set(f"{_ROOT}/{call}/failed", "", text)
-    except Exception as error:
-        if not_ours(error):
-            raise
 
 
 _LOOK_S = 0.25

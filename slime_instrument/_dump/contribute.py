@@ -17,13 +17,14 @@ from array import array
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from slime_instrument._dump.agree import Topology
 from slime_instrument._dump.zigzag import shard_lengths
-from slime_instrument._errors import DumpError, describe, not_ours
+from slime_instrument._errors import DumpError, contained, describe, not_ours
 from slime_instrument._format.references import fate
 from slime_instrument._format.schema import ID_COLUMNS, LAYOUT_FIELDS, WHOLE_BATCH_FIELDS
 
@@ -109,13 +110,10 @@ class Description:
                 raise
         for part in (self.columns, self.ids, self.layout, self.whole):
             for name in list(part):
-                try:
-                    pickle.dumps(part[name])
-                except Exception as error:
-                    if not_ours(error):
-                        raise
-                    del part[name]
-                    self.left_out[str(name)] = describe(error)
+                with contained(partial(self.left_out.__setitem__, str(name))):
+                    value = part.pop(name)
+                    pickle.dumps(value)
+                    part[name] = value
         return pickle.dumps(self)
 
 

@@ -28,13 +28,14 @@ from slime_instrument._dump.file import (
     dump_folder,
     dump_path,
     dump_template,
+    is_special,
     keep_references,
     remove_references,
     write_dump,
 )
 from slime_instrument._dump.payload import build_payload, left_out, provenance, put_together
 from slime_instrument._dump.zigzag import shard_lengths
-from slime_instrument._errors import DumpError, describe, log, not_ours
+from slime_instrument._errors import DumpError, contained, describe, log, not_ours
 from slime_instrument._format import journal
 from slime_instrument._format.schema import SHARDED_FIELDS
 from slime_instrument._installation import versions
@@ -88,13 +89,13 @@ class Dumper:
         """Training is about to begin and Megatron is up: announce this rank; on the writer check the folder and begin
         the journal. ``patches``: name, state and reason of each. Returns the path template of the dumps; raises
         ``TrainingPathError``."""
-        self._connect()
+        with contained(_not_told):  # a store that does not answer now may do so at the dump
+            self._presence.connect()
         self._topology = topology = read_topology()
         template, first_rollout = dump_template(args), int(getattr(args, "start_rollout_id", None) or 0)
         if not topology.is_writer:
             return template
-        if not _is_no_file(dump_path(template, first_rollout, topology.rank)):
-            check_writable(template, topology.rank, self._disk, first_rollout)
+        check_writable(template, topology.rank, self._disk, first_rollout)
         self._begin_journal(template, topology, patches, route)
         return template
 
@@ -105,7 +106,8 @@ class Dumper:
         self._attempts[rollout_id] = self._attempts.get(rollout_id, -1) + 1
         self._calls[rollout_id] = 0
         self._told = None
-        self._connect()
+        with contained(_not_told):  # a store that does not answer now may do so at the dump
+            self._presence.connect()
         self._announced_before_training = self._presence.store is not None
         topology = self._topology_if_known()
         if args is not None and not self._began and topology is not None and topology.is_writer:
@@ -117,16 +119,12 @@ class Dumper:
         if self._told == rollout_id:
             return
         self._told = rollout_id
-        try:
+        with contained(_not_told):
             topology = self._topology_if_known()
             if topology is None or topology.takes_part:
                 agree.give_up(self._presence.connect(), self._next_call(rollout_id), self._presence.rank, reason)
             if topology is not None and topology.is_writer:
                 self._say("lost", rollout_id=rollout_id, reason=reason)
-        except Exception as error:
-            if not_ours(error):
-                raise
-            log(logging.DEBUG, "slime_instrument: could not tell the other ranks: %s", describe(error))
 
     def ended(self, rollout_id: int, error: str | None = None) -> None:
         """The training step of ``rollout_id`` ended on this rank, with ``error`` if so. Where it called no dump, the
@@ -136,14 +134,10 @@ class Dumper:
         if error is not None:
             self.give_up(rollout_id, error)
             return
-        try:
+        with contained(_not_told):
             topology = self._topology_if_known()
             if topology is not None and topology.takes_part and len(topology.participants) > 1:
                 self._agreement(CallId(rollout_id, self._attempts.get(rollout_id, 0), 0), topology).pass_by()
-        except Exception as failed:
-            if not_ours(failed):
-                raise
-            log(logging.DEBUG, "slime_instrument: could not tell the other ranks: %s", describe(failed))
 
     def step_out(self, reason: str) -> None:
         """This rank dumps no more; the others are told why. Never raises."""
@@ -328,15 +322,6 @@ class Dumper:
 
     # -- Among the ranks
 
-    def _connect(self) -> None:
-        """Announce this rank. A store that does not answer now may do so at the dump."""
-        try:
-            self._presence.connect()
-        except Exception as error:
-            if not_ours(error):
-                raise
-            log(logging.DEBUG, "slime_instrument: the job's store does not answer: %s", describe(error))
-
     def _next_call(self, rollout_id: int) -> CallId:
         """The call that comes now; every rank counts alike."""
         call = self._calls.get(rollout_id, 0)
@@ -344,12 +329,11 @@ class Dumper:
         return CallId(rollout_id, self._attempts.get(rollout_id, 0), call)
 
     def _topology_if_known(self) -> Topology | None:
-        try:
-            return self._topology or read_topology()
-        except Exception as error:
-            if not_ours(error):
-                raise
-            return None
+        found = self._topology
+        if found is None:
+            with contained():
+                found = read_topology()
+        return found
 
     def _agreement(self, call: CallId, topology: Topology) -> Agreement:
         """How this rank and the others agree on ``call``. Raises :class:`DumpError` where the store does not answer."""
@@ -376,7 +360,8 @@ class Dumper:
     ) -> None:
         self._began = True
         folder = _absolute(dump_folder(template, topology.rank))
-        if _is_no_file(dump_path(template, 0, topology.rank)):
+        first = dump_path(template, 0, topology.rank)
+        if first.is_symlink() or is_special(first):
             log(logging.INFO, "slime_instrument: %s is no regular file; no journal is kept beside it", template)
             return
         self._journal = journal.Writer(folder)
@@ -401,16 +386,18 @@ class Dumper:
 
     def _say(self, event: str, **values: Any) -> None:
         """A line in the journal, where this process keeps one. One that cannot be written costs nothing else."""
-        if self._journal is None:
-            return
-        try:
-            self._journal.append(event, **values)
-        except Exception as error:
-            if not_ours(error):
-                raise
-            if not self._journal_failed:
-                self._journal_failed = True
-                log(logging.WARNING, "slime_instrument: the journal cannot be written: %s", describe(error))
+        if self._journal is not None:
+            with contained(self._journal_fails):
+                self._journal.append(event, **values)
+
+    def _journal_fails(self, why: str) -> None:
+        if not self._journal_failed:
+            self._journal_failed = True
+            log(logging.WARNING, "slime_instrument: the journal cannot be written: %s", why)
+
+
+def _not_told(why: str) -> None:
+    log(logging.DEBUG, "slime_instrument: could not tell the other ranks: %s", why)
 
 
 def _without_holes(values: Sequence[torch.Tensor | None], lengths: Sequence[int]) -> list[torch.Tensor]:
@@ -420,11 +407,6 @@ def _without_holes(values: Sequence[torch.Tensor | None], lengths: Sequence[int]
         torch.full((length,), float("nan"), dtype=like.dtype, device=like.device) if value is None else value
         for value, length in zip(values, lengths, strict=True)
     ]
-
-
-def _is_no_file(path: Path) -> bool:
-    """Whether a device, a pipe or a link stands at ``path``."""
-    return path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir())
 
 
 def _absolute(path: Path) -> Path:

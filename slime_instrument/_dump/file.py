@@ -31,7 +31,7 @@ from typing import IO, Any, Protocol
 import torch
 
 from slime_instrument._dump.contribute import ORDINARY_DTYPES
-from slime_instrument._errors import DumpError, TrainingPathError, describe, five_parts, not_ours
+from slime_instrument._errors import DumpError, TrainingPathError, contained, describe, five_parts, not_ours
 from slime_instrument._format.references import SPILL_SUFFIX, fate
 from slime_instrument._settings import Settings
 
@@ -74,7 +74,7 @@ def check_template(args: Any) -> str:
     if unknown:
         found = ", ".join("{" + name + "}" for name in unknown)
         raise _refusal(template, "only {rollout_id} and {rank} as placeholders", found)
-    if first == second and _number_of_rollouts(args) != 1 and not _is_special(first):
+    if first == second and _number_of_rollouts(args) != 1 and not is_special(first):
         found = "a path without {rollout_id}, for several rollouts"
         raise _refusal(template, "a different file for each rollout", found)
     rollout_template = getattr(args, "save_debug_rollout_data", None)
@@ -88,7 +88,7 @@ def check_writable(template: str, rank: int, disk: Disk, first_rollout: int = 0)
     where the folder takes nothing; what is merely missing there (flushing, renaming) is noted in ``disk``, and so is a
     full disk, which may have room by the first dump."""
     path = dump_path(template, first_rollout, rank)
-    if _is_special(path):
+    if path.is_symlink() or is_special(path):
         return
     probe = path.parent / f".slime_instrument.probe.{socket.gethostname()}.{os.getpid()}"
     try:
@@ -117,12 +117,12 @@ def _same_file(rollout_template: Any, template: str) -> bool:
     try:
         other = Path(os.fspath(rollout_template).format(rollout_id=0))
         ours = dump_path(template, 0, 0)
-        return os.path.realpath(other) == os.path.realpath(ours) and not _is_special(ours)
+        return os.path.realpath(other) == os.path.realpath(ours) and not is_special(ours)
     except (KeyError, IndexError, ValueError, TypeError):
         return False  # slime's own concern; it fails there with slime's message
 
 
-def _is_special(path: Path) -> bool:
+def is_special(path: Path) -> bool:
     """Whether something stands at ``path``, links followed, that is neither a regular file nor a folder."""
     try:
         mode = os.stat(path).st_mode
@@ -173,7 +173,7 @@ class Disk:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if _is_special(path):
+        if is_special(path):
             return self._write_through(path, fill)
         if path.is_symlink():
             path = Path(os.path.realpath(path))
@@ -339,12 +339,12 @@ def write_dump(payload: dict[str, Any], path: Path, disk: Disk) -> int:
         try:
             return _write_once(payload, path, disk)
         except OSError:
-            if _is_special(path):  # a pipe whose reader has gone would wait for another one
+            if is_special(path):  # a pipe whose reader has gone would wait for another one
                 raise
             time.sleep(_RETRY_AFTER_S)
             return _write_once(payload, path, disk)
     except OSError as refused:
-        tried = "tried once" if _is_special(path) else "tried twice"
+        tried = "tried once" if is_special(path) else "tried twice"
         raise DumpError(
             five_parts(
                 str(path),
@@ -405,13 +405,9 @@ def _leave_out_what_cannot_be_saved(payload: dict[str, Any]) -> bool:
     holders: list[dict[Any, Any]] = [*payload["samples"], *payload["dp_shards"], payload]
     for holder in holders:
         for name in [name for name in holder if name not in ("samples", "dp_shards")]:
-            try:
+            with contained(functools.partial(bad.__setitem__, name)):
                 if name not in bad:
                     torch.save(holder[name], _Nowhere())  # type: ignore[arg-type]
-            except Exception as error:
-                if not_ours(error):
-                    raise
-                bad[name] = describe(error)
     _leave_out(payload, bad)
     return bool(bad)
 
@@ -500,7 +496,7 @@ def keep_references(payload: dict[str, Any], path: Path) -> Path | None:
     """Give the files that samples refer to a life of their own, as slime does: hard links (copies where there can be
     none) in a new folder below ``<stem>_r3_spill``, which is returned. Nothing is read. A field whose file cannot be
     had is left out of ``payload``, with the reason in its provenance."""
-    if _is_special(path):
+    if is_special(path):
         return None
     folder = path.parent / (path.stem + SPILL_SUFFIX) / uuid.uuid4().hex
     kept: dict[str, Any] = {}
@@ -510,14 +506,10 @@ def keep_references(payload: dict[str, Any], path: Path) -> Path | None:
             kind: Any = type(value)
             if name in bad or fate(kind) != "kept":
                 continue
-            try:
+            with contained(functools.partial(bad.__setitem__, name)):
                 if value.path not in kept:
                     kept[value.path] = value.link(folder / f"{len(kept)}_{Path(value.path).name}")
                 sample[name] = kept[value.path]
-            except Exception as error:
-                if not_ours(error):
-                    raise
-                bad[name] = describe(error)
     _leave_out(payload, bad)
     return folder if kept else None
 

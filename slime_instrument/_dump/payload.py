@@ -6,11 +6,11 @@ Also the provenance: where a dump came from, the one thing in the file that is o
 
 from __future__ import annotations
 
-import functools
 import io
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from slime_instrument._dump.contribute import (
     deeper,
 )
 from slime_instrument._dump.zigzag import Run, runs
-from slime_instrument._errors import DumpError, describe, log, not_ours
+from slime_instrument._errors import DumpError, contained, log
 from slime_instrument._format.schema import COLUMN_TO_SAMPLE_KEY, FORMAT_VERSION, ID_COLUMNS, PROVENANCE
 from slime_instrument._installation import versions
 
@@ -148,7 +148,7 @@ def _restored(parts: Mapping[int, Contribution], cp: int, cp_fields: Sequence[st
             raise DumpError(f"context-parallel rank {rank} has other samples than rank 0")
     flats = {rank: part.in_memory().streams for rank, part in parts.items()}
 
-    @functools.cache  # nearly always all fields hold the same samples
+    @cache  # nearly always all fields hold the same samples
     def runs_of(rank: int, samples: tuple[int, ...]) -> list[Run]:
         return runs(
             [totals[i] for i in samples],
@@ -278,16 +278,12 @@ def _split(part: Restored) -> tuple[list[dict[str, Any]], dict[str, Any], dict[s
     def with_tensors(fields: Mapping[Any, Any]) -> dict[Any, Any]:
         resolved = {}
         for name, value in fields.items():
-            try:
+            with contained(partial(missing.__setitem__, str(name))):
                 try:
                     resolved[name] = _WithTensors(part.flats).value(value)
                 except RecursionError:
                     with deeper():
                         resolved[name] = _WithTensors(part.flats).value(value)
-            except Exception as error:
-                if not_ours(error):
-                    raise
-                missing[str(name)] = describe(error)
         return resolved
 
     ids = with_tensors(head.ids)
@@ -306,15 +302,10 @@ def _split(part: Restored) -> tuple[list[dict[str, Any]], dict[str, Any], dict[s
             sample[COLUMN_TO_SAMPLE_KEY[column]] = value
     layout.update(with_tensors(head.layout))
     for name, column in columns.items():
-        try:
+        with contained(partial(missing.__setitem__, str(name))):  # not every layout of a tensor can be cut into samples
             values = [column[index] for index in range(count)]  # by index: a sparse tensor has no iterator
-        except Exception as error:  # not every layout of a tensor can be cut into samples
-            if not_ours(error):
-                raise
-            missing[str(name)] = describe(error)
-            continue
-        for sample, value in zip(samples, values, strict=True):
-            sample[name] = value
+            for sample, value in zip(samples, values, strict=True):
+                sample[name] = value
     whole = with_tensors(head.whole)
     if PROVENANCE in layout:
         missing[PROVENANCE] = "slime_instrument's own record stands under this name"
