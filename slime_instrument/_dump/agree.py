@@ -183,15 +183,20 @@ class Presence:
         import torch.distributed as dist
         from torch.distributed import distributed_c10d
 
-        current: Any = distributed_c10d._get_default_store()
-        if self.store is None or current is not self._of:
-            try:
-                own = current.clone()  # another connection, so that no wait of ours holds a lock of training's
-            except (AttributeError, RuntimeError, NotImplementedError):  # older torch, or a store that cannot
-                own = current
-            self.store, self._of, self.rank = _Careful(own), current, dist.get_rank()
-            self._say_what_is_dumped()
-            self._announce()
+        try:
+            current: Any = distributed_c10d._get_default_store()
+            if self.store is None or current is not self._of:
+                try:
+                    own = current.clone()  # another connection, so that no wait of ours holds a lock of training's
+                except (AttributeError, RuntimeError, NotImplementedError):  # older torch, or a store that cannot
+                    own = current
+                self.store, self._of, self.rank = _Careful(own), current, dist.get_rank()
+                self._say_what_is_dumped()
+                self._announce()
+        except DumpError:
+            raise
+        except RuntimeError as error:  # what torch's stores raise
+            raise DumpError(f"the job's store does not answer: {describe(error)}") from error
         store: Store = self.store
         return store
 

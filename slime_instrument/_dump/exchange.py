@@ -256,6 +256,7 @@ class Receiver:
         connected = [key.data for key in self._selector.get_map().values() if key.data is not None]
         for line in (*connected, *self._by_rank.values()):
             _close(line.socket)
+            line.part, line.room = None, []  # what it says while waiting refers to the line itself, which so lives on
         self._selector.close()
         self._listener.close()
 
