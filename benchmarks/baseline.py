@@ -23,10 +23,9 @@ import torch.distributed.nn.functional as dist_nn
 
 import slime_instrument
 from benchmarks.timing import Stopwatch
+from slime_instrument._dump.agree import PARALLEL_STATE, Topology
 from slime_instrument._dump.contribute import contribute
-from slime_instrument._dump.exchange import put_together
-from slime_instrument._dump.payload import build_payload
-from slime_instrument._dump.rank import PARALLEL_STATE, Topology
+from slime_instrument._dump.payload import build_payload, put_together
 from slime_instrument._dump.zigzag import owned
 from slime_instrument._format.schema import NATIVE_CONTEXT_PARALLEL_FIELDS
 from slime_instrument.lab._sources import find_sources

@@ -25,8 +25,8 @@ from benchmarks.ranks import run_on_ranks
 from benchmarks.shards import Case, rollout_data
 from benchmarks.timing import Collectives, Connections, Figure, PeakMemory, Stopwatch, machine
 from slime_instrument._dump import dumper as dumper_module
+from slime_instrument._dump.agree import Seen
 from slime_instrument._dump.dumper import Dumper
-from slime_instrument._dump.rank import Seen
 from slime_instrument._settings import Settings
 
 __all__ = ["Outcome", "measure"]

@@ -1,4 +1,4 @@
-"""The exceptions of this package, and the five parts every message of ours has.
+"""The exceptions of this package, the five parts every message of ours has, and the one way to the log.
 
 Each exception also is the builtin that callers already catch. Standard library only: this module is imported at
 interpreter start.
@@ -6,10 +6,13 @@ interpreter start.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType
 
 __all__ = [
@@ -18,8 +21,10 @@ __all__ = [
     "InstrumentError",
     "SettingsError",
     "TrainingPathError",
+    "contained",
     "describe",
     "five_parts",
+    "log",
     "not_ours",
     "traceback_text",
 ]
@@ -108,6 +113,17 @@ def not_ours(error: BaseException) -> bool:
     return not called_theirs and not _is_known(type(error).__module__)
 
 
+@contextlib.contextmanager
+def contained(tell: Callable[[str], object] = lambda _why: None) -> Iterator[None]:
+    """What fails in the block goes no further; ``tell`` gets it in words. What is :func:`not_ours` passes through."""
+    try:
+        yield
+    except Exception as error:
+        if not_ours(error):
+            raise
+        tell(describe(error))
+
+
 def _was_handed_the_frame_it_interrupted(frame: FrameType) -> bool:
     """Whether ``frame`` is a handler called as ``handler(number, interrupted frame)``."""
     code, interrupted = frame.f_code, frame.f_back
@@ -155,3 +171,18 @@ def _is_known(module: object) -> bool:
 
 
 _KNOWN = frozenset({"slime_instrument", "torch", "wrapt", "numpy"})
+
+
+_logger = logging.getLogger("slime_instrument")
+
+
+def log(level: int, message: str, *arguments: object) -> None:
+    """Log ``message % arguments`` at ``level``; the one way to the log for everything that runs inside training.
+
+    Handlers and filters are the user's code: what one of them raises stays here and ends no training.
+    """
+    try:
+        _logger.log(level, message, *arguments)
+    except Exception as error:
+        if not_ours(error):
+            raise

@@ -1,12 +1,18 @@
-"""Whether the interpreter's start-up files are in place, so that an armed variable has something to act on."""
+"""What is installed here: start-up files of the interpreter, without which the variable arms nothing, and versions of
+what a dump came from. Looks at metadata and files; imports nothing of slime's."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 import site
 import sys
 from pathlib import Path
 
-__all__ = ["START_FILES", "advice", "startup_file"]
+from slime_instrument import __version__
+from slime_instrument._switch import package
+
+__all__ = ["START_FILES", "advice", "checkout_version", "installed", "startup_file", "versions"]
 
 # Python 3.15 ignores the import line of a .pth that has a .start beside it.
 START_FILES = (
@@ -33,3 +39,45 @@ def advice() -> str | None:
         f"{START_FILES[0]} is not in the site-packages of {sys.prefix}, so SLIME_INSTRUMENT=1 alone arms nothing here: "
         "install the package with pip (an editable install will do), or put sitecustomize_example on PYTHONPATH"
     )
+
+
+_VERSION = re.compile(r"""^\s*version\s*=\s*["']([^"']+)["']""", re.MULTILINE)
+
+
+def installed(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def checkout_version(folder: Path) -> str | None:
+    """The version that a source checkout declares in setup.py or pyproject.toml."""
+    for name in ("setup.py", "pyproject.toml"):
+        try:
+            match = _VERSION.search((folder / name).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError):
+            continue
+        if match is not None:
+            return match[1]
+    return None
+
+
+def slime_version() -> str | None:
+    """Of the slime that this process imported: its own word, its folder's, then the installed distribution's."""
+    module = sys.modules.get(package())
+    if module is None:
+        return installed(package())
+    stated = getattr(module, "__version__", None)
+    paths = list(getattr(module, "__path__", []))
+    return stated or (checkout_version(Path(paths[0]).parent) if paths else None) or installed(package())
+
+
+def versions() -> dict[str, str | None]:
+    """Of slime_instrument, slime, torch and megatron-core, as a dump's provenance has them."""
+    return {
+        "slime_instrument": __version__,
+        "slime": slime_version(),
+        "torch": installed("torch"),
+        "megatron_core": installed("megatron-core"),
+    }

@@ -10,15 +10,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from slime_instrument import _hooks
-from slime_instrument import _waiting as waiting
-from slime_instrument._errors import DumpError, SettingsError, describe
-from slime_instrument._hooks.capture import CaptureSession, current_session
-from slime_instrument._hooks.process import Loaded
-from slime_instrument._log import log
+from slime_instrument import _switch as switch
+from slime_instrument._errors import DumpError, SettingsError, describe, log
+from slime_instrument._hooks.capture import CaptureSession, Loaded, current_session
 from slime_instrument._patching.failures import FailurePolicy
-from slime_instrument._patching.patch import State
+from slime_instrument._patching.patch import State, Status
 from slime_instrument._patching.patcher import Patcher
-from slime_instrument._patching.placement import Status
 from slime_instrument._settings import Settings
 
 if TYPE_CHECKING:
@@ -31,7 +28,7 @@ MOST_LOST_IN_A_ROW = 3
 class Runtime:
     """An armed process: its settings, patches and dumps. ``route`` says how it was armed, in words.
 
-    The hooks get it with each call, as their :class:`~slime_instrument._hooks.process.Process`.
+    The hooks get it with each call, as their :class:`~slime_instrument._hooks.capture.Process`.
     """
 
     def __init__(self, route: str, earlier: Runtime | None = None) -> None:
@@ -177,13 +174,13 @@ def instrument(route: str = "instrument()") -> Status:
     """
     global _current
     with _arming:
-        waits_as = waiting.route()
+        waits_as = switch.route()
         if _current is None or not _current.patcher.armed:
             fresh = Runtime(waits_as or route, _current)
             fresh.refuse_bad_settings()
             _current = fresh
         _current.refuse_bad_settings()
-        waiting.cancel()  # what it waited for is done here
+        switch.cancel()  # what it waited for is done here
         _current.patcher.arm()
     return status()
 
@@ -202,7 +199,7 @@ def uninstrument() -> None:
     """Take every patch off: each module and class dict is as before, and a later import of slime arms nothing.
     Idempotent."""
     with _arming:
-        waiting.cancel()
+        switch.cancel()
         if _current is not None:
             _current.disarm()
 
@@ -210,7 +207,7 @@ def uninstrument() -> None:
 @contextmanager
 def instrumented(route: str = "instrumented()") -> Iterator[None]:
     """Armed inside the block, taken off at its end whatever happens. Inside an armed process it changes nothing."""
-    already = waiting.is_waiting() or (_current is not None and _current.patcher.armed)
+    already = switch.is_waiting() or (_current is not None and _current.patcher.armed)
     instrument(route)
     try:
         yield
@@ -221,7 +218,7 @@ def instrumented(route: str = "instrumented()") -> Iterator[None]:
 
 def status() -> Status:
     """A snapshot: whether and how this process is armed, and one record per patch."""
-    waits_as = waiting.route()
+    waits_as = switch.route()
     # Armed, but nothing is loaded before slime is: what would be armed is looked at without arming it.
     runtime = _current if _current is not None and waits_as is None else Runtime(waits_as or "")
     patcher = runtime.patcher

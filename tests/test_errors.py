@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from slime_instrument import _errors as errors
-from slime_instrument._errors import describe, not_ours, traceback_text
-from slime_instrument._log import log
+from slime_instrument._errors import describe, log, not_ours, traceback_text
 from slime_instrument._patching.failures import FailurePolicy
 
 

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from slime_instrument import _runtime as runtime
-from slime_instrument import _waiting as waiting
+from slime_instrument import _switch as switch
 from slime_instrument._errors import DumpError, SettingsError
-from slime_instrument._hooks.capture import SESSIONS, CaptureSession
-from slime_instrument._hooks.process import Loaded
+from slime_instrument._hooks.capture import SESSIONS, CaptureSession, Loaded
 
 ROOT = Path(__file__).parents[1]
 LOADER = """
@@ -218,10 +217,10 @@ def test_a_block_inside_an_armed_process_leaves_it_armed(clean: None) -> None:
 
 
 def test_uninstrument_takes_the_watch_for_slime_away(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "meta_path", [waiting.SlimeWatch("a test", print), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [switch.SlimeWatch("a test", print), *sys.meta_path])
     assert runtime.status().route == "a test"
     runtime.uninstrument()
-    assert not waiting.is_waiting()
+    assert not switch.is_waiting()
 
 
 class Told:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime_instrument import __version__
-from slime_instrument._versions import checkout_version, installed, slime_version, versions
+from slime_instrument._installation import checkout_version, installed, slime_version, versions
 
 
 @pytest.mark.parametrize(

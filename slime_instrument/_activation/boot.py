@@ -1,6 +1,6 @@
 """Arming before anything heavy is imported. Standard library only: the ``.pth`` calls this at interpreter start.
 
-Nothing of slime, torch or wrapt is loaded here: ``_waiting`` arms just before the first import of slime.
+Nothing of slime, torch or wrapt is loaded here: ``_switch`` arms just before the first import of slime.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from slime_instrument import _waiting as waiting
-from slime_instrument._switch import ROUTE_VARIABLE, is_on
+from slime_instrument._switch import ROUTE_VARIABLE, is_on, wait_or_arm, watch
 
 IMPORT_ROUTE = "import slime_instrument"
 
@@ -32,12 +31,12 @@ def worker_process_setup_hook() -> None:
 
 def _arm_as(how: str) -> None:
     how = os.environ.get(ROUTE_VARIABLE, how)
-    watch = waiting.watch()
-    if watch is not None and watch.route == IMPORT_ROUTE:
+    waits = watch()
+    if waits is not None and waits.route == IMPORT_ROUTE:
         # Calling this function imported the package, which waits by itself; what called is the true route.
-        watch.route = how
+        waits.route = how
     else:
-        waiting.wait_or_arm(how, _arm)
+        wait_or_arm(how, _arm)
 
 
 def arm_on_import() -> None:
@@ -45,7 +44,7 @@ def arm_on_import() -> None:
     switch = is_on()
     if switch is False or (switch is None and _under_pytest()):
         return
-    waiting.wait_or_arm(os.environ.get(ROUTE_VARIABLE, IMPORT_ROUTE), _arm)
+    wait_or_arm(os.environ.get(ROUTE_VARIABLE, IMPORT_ROUTE), _arm)
 
 
 def _arm(how: str) -> None:
@@ -57,8 +56,7 @@ def _arm(how: str) -> None:
     except Exception as error:
         import logging
 
-        from slime_instrument._errors import InstrumentError, not_ours, traceback_text
-        from slime_instrument._log import log
+        from slime_instrument._errors import InstrumentError, log, not_ours, traceback_text
 
         if not_ours(error):
             raise

@@ -14,10 +14,10 @@ from typing import Any
 from slime_instrument._errors import InstrumentError, five_parts
 from slime_instrument._hooks import HOOKS
 from slime_instrument._hooks.capture import NATIVE_CAPTURE
+from slime_instrument._installation import checkout_version, installed
 from slime_instrument._patching.fit import look_up, probe, read_module
-from slime_instrument._patching.placement import PatchStatus
+from slime_instrument._patching.patch import PatchStatus
 from slime_instrument._switch import PACKAGE_VARIABLE, package
-from slime_instrument._versions import checkout_version, installed
 
 __all__ = ["CheckResult", "check", "find_slime"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from slime_instrument._patching.placement import Status
+    from slime_instrument._patching.patch import Status
     from slime_instrument.lab import LabResult
 
 OPTION_ROUTE = "pytest --slime-instrument"

@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from slime_instrument import _switch as switch
-from slime_instrument import _waiting as waiting
 from slime_instrument._cli import (
     audit,
     check,
@@ -69,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     if switch.is_on() is None:
         # Importing the package armed this process too. It will not train, and `status` tells of the environment.
-        waiting.cancel()
+        switch.cancel()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that is not UTF-8, or half of a surrogate pair from a file, ends no command.

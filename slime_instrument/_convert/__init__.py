@@ -10,12 +10,10 @@ from typing import Any
 
 from slime_instrument._convert.layout import Layout, Place, find_layout
 from slime_instrument._convert.rank_files import find_positions, padded_lengths, refuse_malformed, whole_fields
+from slime_instrument._dump.agree import Topology
 from slime_instrument._dump.contribute import contribute
-from slime_instrument._dump.exchange import put_together
 from slime_instrument._dump.file import Disk, write_dump
-from slime_instrument._dump.payload import build_payload
-from slime_instrument._dump.rank import Topology
-from slime_instrument._dump.zigzag import Restoring
+from slime_instrument._dump.payload import Restored, build_payload, put_together
 from slime_instrument._errors import DumpError, DumpFormatError
 from slime_instrument._format.containers import unusable
 from slime_instrument._format.dumps import (
@@ -167,7 +165,7 @@ def _sources(ranks: Sequence[RankData], layout: Layout, warnings: list[str]) -> 
     return sources
 
 
-def _restored(sources: dict[int, list[RankData]], layout: Layout, positions: list[list[int]] | None) -> list[Restoring]:
+def _restored(sources: dict[int, list[RankData]], layout: Layout, positions: list[list[int]] | None) -> list[Restored]:
     """Raises :class:`DumpError` where the parts do not make a whole."""
     contributions = []
     for number, (dp, ranks) in enumerate(sources.items()):

@@ -1,27 +1,132 @@
-"""Agree with the other ranks that a dump is made, through the job's key-value store, over a connection of our own.
+"""The ranks of a dump, and how they agree that it is made: through the job's key-value store, over a connection of our
+own.
 
 There is one atomic decision for each call of the dump, "go" or "skip", that every rank obeys. Whoever gives up decides
-"skip", and the others stop waiting at once. No group of training's is used.
+"skip", and the others stop waiting at once. No group of training's is used. Without torch at import: hooks are there
+before slime is imported.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from slime_instrument._dump.rank import Topology
-from slime_instrument._errors import DumpError, describe, not_ours
+from slime_instrument._errors import DumpError, contained, describe, not_ours
 from slime_instrument._settings import Pins, Settings, is_due
 
+if TYPE_CHECKING:
+    import torch
+
 _ROOT = "slime_instrument"
+PARALLEL_STATE = "megatron.core.parallel_state"
 
 
 class NotAgreed(DumpError):
     """The ranks do not dump this rollout; the message says why. No fault of the rank that hears it."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# This rank
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This rank's place. ``participants`` are the global ranks that hold a part of the dump, in Megatron's order: one
+    per data- and context-parallel rank, on the last pipeline stage, at tensor-parallel rank 0. The first writes."""
+
+    rank: int
+    tensor_parallel: int
+    tensor_rank: int
+    pipeline_parallel: int
+    context_parallel: int
+    context_rank: int
+    data_parallel: int
+    data_rank: int
+    last_stage: bool
+    participants: tuple[int, ...]
+
+    @property
+    def takes_part(self) -> bool:
+        """Tensor-parallel ranks hold the same token values, and earlier stages none of the computed ones."""
+        return self.last_stage and self.tensor_rank == 0
+
+    @property
+    def writer(self) -> int:
+        return self.participants[0]
+
+    @property
+    def is_writer(self) -> bool:
+        return self.takes_part and self.rank == self.writer
+
+    def sizes(self) -> dict[str, int]:
+        names = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel")
+        return {name: getattr(self, name) for name in names}
+
+
+def megatron_is_up() -> bool:
+    """Whether this process trains with Megatron groups. Imports nothing."""
+    state: Any = sys.modules.get(PARALLEL_STATE)
+    return state is not None and bool(state.model_parallel_is_initialized())
+
+
+def read_topology() -> Topology:
+    """This rank's place as Megatron has it now; no communication."""
+    import torch.distributed as dist
+
+    state: Any = sys.modules[PARALLEL_STATE]
+    group = state.get_data_parallel_group(with_context_parallel=True)
+    return Topology(
+        rank=dist.get_rank(),
+        tensor_parallel=state.get_tensor_model_parallel_world_size(),
+        tensor_rank=state.get_tensor_model_parallel_rank(),
+        pipeline_parallel=state.get_pipeline_model_parallel_world_size(),
+        context_parallel=state.get_context_parallel_world_size(),
+        context_rank=state.get_context_parallel_rank(),
+        data_parallel=state.get_data_parallel_world_size(with_context_parallel=False),
+        data_rank=state.get_data_parallel_rank(with_context_parallel=False),
+        # Virtual stages are ignored: the last physical stage holds the last virtual one.
+        last_stage=state.is_pipeline_last_stage(ignore_virtual=True),
+        participants=tuple(dist.get_process_group_ranks(group)),
+    )
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What this rank's hooks know of the rollout that is dumped.
+
+    Attributes:
+        failure: why a part of this rollout is missing, where one is; its dump is refused then.
+        log_probs: captured log-probs by local sample, shape ``(local response tokens,)`` each; None for a sample that
+            the loss never saw. None as a whole where nothing was captured.
+        optimizer_steps: by local sample, the optimizer step of the rollout at which it was captured.
+        came_with_rollout: fields that ``rollout_data`` held when training began.
+        captured_by_slime: slime itself added log-probs of the training forward (since #2266).
+        positions_from: "partition", "reconstructed" or "unknown".
+        route: how this process was armed, in words.
+        why_no_log_probs: why ``log_probs`` is absent, for the provenance; looked at only where it is.
+        weight_version: the trainer's own count of weight updates, where it has one.
+        step_results: of each optimizer step its number, slime's dict of losses, and the gradient's norm.
+    """
+
+    failure: str | None = None
+    log_probs: Sequence[torch.Tensor | None] | None = None
+    optimizer_steps: Sequence[int | None] | None = None
+    came_with_rollout: frozenset[str] = frozenset()
+    captured_by_slime: bool = False
+    positions_from: str = "unknown"
+    route: str = ""
+    why_no_log_probs: str = ""
+    weight_version: int | None = None
+    step_results: Sequence[tuple[int | None, Any, Any]] = ()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The job's store, and who is armed
 
 
 class Store(Protocol):
@@ -33,101 +138,6 @@ class Store(Protocol):
     def check(self, keys: list[str]) -> bool: ...
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
     def delete_key(self, key: str) -> bool: ...
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Who is armed
-
-
-class Presence:
-    """This rank's connection to the job's store, and what the ranks say of themselves there.
-
-    slime may destroy its process groups between rollouts and make others, with another store; :meth:`connect` follows.
-    """
-
-    def __init__(self, every: int = 1, pin: Pins | None = None) -> None:
-        """``every`` and ``pin``: which rollouts this rank dumps."""
-        self._dumps = json.dumps([every, () if pin is None else pin.ranges])
-        self._dumps_of: dict[int, str] = {}
-        self.store: Store | None = None
-        self._of: Any = None
-        self.rank = -1
-        self._out: str | None = None
-
-    def connect(self) -> Store:
-        """The store of the default process group as it is now, with this rank announced in it."""
-        import torch.distributed as dist
-        from torch.distributed import distributed_c10d
-
-        current = distributed_c10d._get_default_store()
-        if self.store is None or current is not self._of:
-            careful: Any = _Careful(_own_connection(current))
-            self.store, self._of, self.rank = careful, current, dist.get_rank()
-            self._say_what_is_dumped(self.store)
-            self._announce(self.store)
-        return self.store
-
-    def _say_what_is_dumped(self, store: Store) -> None:
-        self._dumps_of = {}
-        store.set(f"{_ROOT}/dumps/{self.rank}", self._dumps)
-
-    def _announce(self, store: Store) -> None:
-        if self._out is None:
-            store.set(f"{_ROOT}/armed/{self.rank}", "1")
-        else:
-            store.set(f"{_ROOT}/armed/{self.rank}", storable(f"out:{self._out}"))
-            store.add(f"{_ROOT}/out", 1)
-
-    @property
-    def connected(self) -> bool:
-        return self.store is not None
-
-    def step_out(self, reason: str) -> None:
-        """Say that nobody shall wait for this rank again, and why. Never raises."""
-        self._out = reason
-        if self.store is not None:
-            try:
-                self._announce(self.store)
-            except Exception as error:
-                if not_ours(error):
-                    raise
-
-    def skips(self, ranks: Sequence[int], rollout_id: int) -> list[int]:
-        """Which of ``ranks`` do not dump this rollout, because their settings say so."""
-        assert self.store is not None
-        for rank in ranks:
-            if rank not in self._dumps_of and self.store.check([f"{_ROOT}/dumps/{rank}"]):
-                self._dumps_of[rank] = self.store.get(f"{_ROOT}/dumps/{rank}").decode()
-        skips = []
-        for rank in ranks:
-            if self._dumps_of.get(rank, self._dumps) != self._dumps:
-                every, ranges = json.loads(self._dumps_of[rank])
-                pin = Pins(tuple((first, last) for first, last in ranges))
-                if not is_due(Settings(every=every, pin=pin), rollout_id):
-                    skips.append(rank)
-        return skips
-
-    def absent(self, ranks: Sequence[int]) -> str | None:
-        """Which of ``ranks`` will not take part, with the reason each gave; None when all are there."""
-        assert self.store is not None
-        keys = {rank: f"{_ROOT}/armed/{rank}" for rank in ranks}
-        if self.store.check(list(keys.values())) and not self.store.add(f"{_ROOT}/out", 0):
-            return None  # two questions in the common case
-        unarmed = [rank for rank, key in keys.items() if not self.store.check([key])]
-        reasons = [f"rank(s) {unarmed} train without instrumentation"] if unarmed else []
-        for rank in ranks:
-            said = "1" if rank in unarmed else self.store.get(keys[rank]).decode()
-            if said != "1":
-                reasons.append(f"rank {rank} dumps no more ({said.removeprefix('out:')})")
-        return "; ".join(reasons) or None
-
-
-def storable(text: str) -> str:
-    """``text`` as the store takes it: UTF-8 (paths need not be), and no message of a size that it refuses."""
-    return text[:_MOST_STORED].encode(errors="backslashreplace").decode()
-
-
-_MOST_STORED = 1 << 16
 
 
 class _Careful:
@@ -147,16 +157,94 @@ class _Careful:
             raise DumpError(f"the job's store does not answer: {describe(error)}") from error
 
 
-def _own_connection(store: Any) -> Any:
-    """Another connection to the same store, so that no wait of ours holds a lock of training's."""
-    try:
-        return store.clone()
-    except (AttributeError, RuntimeError, NotImplementedError):  # older torch, or a store that cannot
+def storable(text: str) -> str:
+    """``text`` as the store takes it: UTF-8 (paths need not be), and no message of a size that it refuses."""
+    return text[: 1 << 16].encode(errors="backslashreplace").decode()
+
+
+class Presence:
+    """This rank's connection to the job's store, and what the ranks say of themselves there.
+
+    slime may destroy its process groups between rollouts and make others, with another store; :meth:`connect` follows.
+    """
+
+    def __init__(self, every: int = 1, pin: Pins | None = None) -> None:
+        """``every`` and ``pin``: which rollouts this rank dumps."""
+        self._dumps = json.dumps([every, () if pin is None else pin.ranges])
+        self._dumps_of: dict[int, str] = {}
+        self.store: Any = None
+        self._of: Any = None
+        self.rank = -1
+        self._out: str | None = None
+
+    def connect(self) -> Store:
+        """The store of the default process group as it is now, with this rank announced in it. Raises
+        :class:`DumpError` where it does not answer."""
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d
+
+        try:
+            current: Any = distributed_c10d._get_default_store()
+            if self.store is None or current is not self._of:
+                try:
+                    own = current.clone()  # another connection, so that no wait of ours holds a lock of training's
+                except (AttributeError, RuntimeError, NotImplementedError):  # older torch, or a store that cannot
+                    own = current
+                self.store, self._of, self.rank = _Careful(own), current, dist.get_rank()
+                self._say_what_is_dumped()
+                self._announce()
+        except DumpError:
+            raise
+        except RuntimeError as error:  # what torch's stores raise
+            raise DumpError(f"the job's store does not answer: {describe(error)}") from error
+        store: Store = self.store
         return store
+
+    def _say_what_is_dumped(self) -> None:
+        self._dumps_of = {}
+        self.store.set(f"{_ROOT}/dumps/{self.rank}", self._dumps)
+
+    def _announce(self) -> None:
+        self.store.set(f"{_ROOT}/armed/{self.rank}", "1" if self._out is None else storable(f"out:{self._out}"))
+        if self._out is not None:
+            self.store.add(f"{_ROOT}/out", 1)
+
+    def step_out(self, reason: str) -> None:
+        """Say that nobody shall wait for this rank again, and why. Never raises."""
+        self._out = reason
+        if self.store is not None:
+            with contained():
+                self._announce()
+
+    def skips(self, ranks: Sequence[int], rollout_id: int) -> list[int]:
+        """Which of ``ranks`` do not dump this rollout, because their settings say so."""
+        skips = []
+        for rank in ranks:
+            if rank not in self._dumps_of and self.store.check([f"{_ROOT}/dumps/{rank}"]):
+                self._dumps_of[rank] = self.store.get(f"{_ROOT}/dumps/{rank}").decode()
+            if self._dumps_of.get(rank, self._dumps) != self._dumps:
+                every, ranges = json.loads(self._dumps_of[rank])
+                pin = Pins(tuple((first, last) for first, last in ranges))
+                if not is_due(Settings(every=every, pin=pin), rollout_id):
+                    skips.append(rank)
+        return skips
+
+    def absent(self, ranks: Sequence[int]) -> str | None:
+        """Which of ``ranks`` will not take part, with the reason each gave; None when all are there."""
+        keys = {rank: f"{_ROOT}/armed/{rank}" for rank in ranks}
+        if self.store.check(list(keys.values())) and not self.store.add(f"{_ROOT}/out", 0):
+            return None  # two questions in the common case
+        unarmed = [rank for rank, key in keys.items() if not self.store.check([key])]
+        reasons = [f"rank(s) {unarmed} train without instrumentation"] if unarmed else []
+        for rank in ranks:
+            said = "1" if rank in unarmed else self.store.get(keys[rank]).decode()
+            if said != "1":
+                reasons.append(f"rank {rank} dumps no more ({said.removeprefix('out:')})")
+        return "; ".join(reasons) or None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Waiting
+# Agreeing
 
 
 class Patience:
@@ -165,12 +253,10 @@ class Patience:
     Only time that passed in here counts: a process that was stopped and continued has not been waiting.
     """
 
-    _SAY_AFTER_S = 10.0
-
     def __init__(self, limit_s: float, what: Callable[[], str], say: Callable[[str], None]) -> None:
         self._limit_s, self._what, self._say = limit_s, what, say
         self._still_s = self.all_s = 0.0
-        self._say_at_s = self._SAY_AFTER_S
+        self._say_at_s = 10.0
 
     def moved(self) -> None:
         self._still_s = 0.0
@@ -190,10 +276,6 @@ class Patience:
         return self._still_s < self._limit_s
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Agreeing
-
-
 @dataclass(frozen=True)
 class CallId:
     """What identifies one dump call on every rank: the rollout, how often it was trained before, and which call of the
@@ -211,12 +293,9 @@ def give_up(store: Store, call: CallId, rank: int, reason: str) -> None:
     """Tell the others not to wait for ``rank``, or, once bytes travel, why they end. Never raises: it is called when
     something has failed already, and the others' bounded waits cover a store that is gone too."""
     text = storable(f"rank {rank}: {reason}")
-    try:
+    with contained():
         store.compare_set(f"{_ROOT}/{call}/decision", "", f"skip:{text}")
         store.compare_set(f"{_ROOT}/{call}/failed", "", text)
-    except Exception as error:
-        if not_ours(error):
-            raise
 
 
 _LOOK_S = 0.25
@@ -238,47 +317,45 @@ class Agreement:
         timeout_s: float,
         missed: dict[tuple[int, int], CallId],
         say: Callable[[str], None],
-        sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._call, self._topology = store, call, topology
+        self.store, self.topology, self.timeout_s = store, topology, timeout_s
+        self._call, self._missed, self._say = call, missed, say
         self._root = f"{_ROOT}/{call}"
-        self._timeout_s, self._missed, self._say = timeout_s, missed, say
-        self._sleep, self._clock = sleep, clock
+
+    def patience(self, what: Callable[[], str], limit_s: float | None = None) -> Patience:
+        """For one wait of this dump."""
+        return Patience(limit_s or self.timeout_s, what, self._say)
 
     def give_up(self, reason: str) -> None:
         """See :func:`give_up`."""
-        give_up(self._store, self._call, self._topology.rank, reason)
+        give_up(self.store, self._call, self.topology.rank, reason)
 
     def failure(self, within_s: float = 0.0) -> str | None:
         """Why a rank ended after "go"; None as far as is known. ``within_s``: how long to wait for a rank that closed
         its connection to say why."""
-        until = self._clock() + within_s
+        until = time.monotonic() + within_s
         while True:
             try:
-                if self._store.check([f"{self._root}/failed"]):
-                    return self._store.get(f"{self._root}/failed").decode()
+                if self.store.check([f"{self._root}/failed"]):
+                    return self.store.get(f"{self._root}/failed").decode()
             except Exception as error:
                 if not_ours(error):
                     raise
                 return None
-            if self._clock() >= until:
+            if time.monotonic() >= until:
                 return None
-            self._sleep(0.02)
+            time.sleep(0.02)
 
     def pass_by(self) -> None:
         """This rank's training step has ended and it called no dump: it may still, but nobody should count on it."""
-        self._store.set(self._passed(self._topology.rank), "1")
-        self._store.add(self._passed("count"), 1)
-
-    def _passed(self, rank: int | str) -> str:
-        return f"{_ROOT}/{self._call.rollout_id}/{self._call.attempt}/passed/{rank}"
+        self.store.set(self._passed(self.topology.rank), "1")
+        self.store.add(self._passed("count"), 1)
 
     def arrive(self, template: str) -> None:
         """This rank has come, and would dump to ``template``, which :func:`storable` gave."""
-        self._store.set(self._ready(self._topology.rank), template)
-        if not self._topology.is_writer:
-            self._store.add(f"{self._root}/count", 1)
+        self.store.set(self._ready(self.topology.rank), template)
+        if not self.topology.is_writer:
+            self.store.add(f"{self._root}/count", 1)
 
     def wait_for_all(self) -> dict[int, str]:
         """The writer: wait until all others have come; returns their path templates. Raises :class:`NotAgreed`.
@@ -286,21 +363,21 @@ class Agreement:
         Ranks that ended their training step without calling the dump, as a trainer of the user's may have it, are not
         among them.
         """
-        others = [rank for rank in self._topology.participants if rank != self._topology.rank]
+        others = [rank for rank in self.topology.participants if rank != self.topology.rank]
         self._skip_known_absent(others)
 
         def come() -> int:
-            return self._store.add(f"{self._root}/count", 0)
+            return self.store.add(f"{self._root}/count", 0)
 
         def come_or_passed_by() -> bool:
             # The first question is one message, however many ranks there are.
-            there = come() + self._store.add(self._passed("count"), 0) >= len(others)
+            there = come() + self.store.add(self._passed("count"), 0) >= len(others)
             return there and self._passed_by(self._lacking(others))
 
         if not self._wait(lambda: come() >= len(others), others, settled=come_or_passed_by):
             self._obey()
         lacking = self._lacking(others)
-        return {rank: self._store.get(self._ready(rank)).decode() for rank in others if rank not in lacking}
+        return {rank: self.store.get(self._ready(rank)).decode() for rank in others if rank not in lacking}
 
     def go(self, address: Mapping[str, Any]) -> None:
         """The writer, once it could take everything: start. Raises :class:`NotAgreed` when somebody gave up."""
@@ -312,24 +389,34 @@ class Agreement:
 
         The writer is waited for once; when it has come, it bounds the wait for the others itself.
         """
-        writer = self._topology.writer
+        writer = self.topology.writer
         self._skip_known_absent([writer])
-        if self._wait(lambda: self._store.check([self._ready(writer)]), [writer], settled=self._without_a_writer):
-            self._wait(lambda: False, [writer], self._timeout_s + 2)
+
+        def without_a_writer() -> bool:
+            if not self._passed_by([writer]):
+                return False
+            self._decide(f"skip:rank {writer} ended its train_actor without calling the dump, whose file it writes")
+            return True
+
+        if self._wait(lambda: self.store.check([self._ready(writer)]), [writer], settled=without_a_writer):
+            self._wait(lambda: False, [writer], self.timeout_s + 2)
         address: dict[str, Any] = json.loads(self._obey())
         return address
 
     def forget(self) -> None:
         """The writer, once everything has arrived: remove this call's keys. A store that cannot is left as it is."""
-        keys = ["count", "decision", *(f"ready/{rank}" for rank in self._topology.participants)]
+        keys = ["count", "decision", *(f"ready/{rank}" for rank in self.topology.participants)]
         for key in keys:
             try:
-                self._store.delete_key(f"{self._root}/{key}")
+                self.store.delete_key(f"{self._root}/{key}")
             except (RuntimeError, NotImplementedError):
                 return
 
     def _ready(self, rank: int, call: CallId | None = None) -> str:
         return f"{_ROOT}/{self._call if call is None else call}/ready/{rank}"
+
+    def _passed(self, rank: int | str) -> str:
+        return f"{_ROOT}/{self._call.rollout_id}/{self._call.attempt}/passed/{rank}"
 
     def _skip_known_absent(self, ranks: Sequence[int]) -> None:
         """Decide "skip" at once where a rank missed the same call before, has not come to it since, and is not here."""
@@ -337,7 +424,7 @@ class Agreement:
             missed = self._missed.get((rank, self._call.call))
             if missed is None:
                 continue
-            if self._store.check([self._ready(rank, missed)]) or self._store.check([self._ready(rank)]):
+            if self.store.check([self._ready(rank, missed)]) or self.store.check([self._ready(rank)]):
                 del self._missed[rank, self._call.call]  # late, but it comes
             else:
                 self._decide(
@@ -355,12 +442,11 @@ class Agreement:
     ) -> bool:
         """Poll, so that the store stays free for training's own threads. False once there is a decision; one is made
         when the bound is reached. ``settled``: another reason to wait no longer, looked at now and then."""
-        decision = f"{self._root}/decision"
-        patience = Patience(limit_s or self._timeout_s, lambda: self._who_lacks(ranks), self._say)
+        patience = self.patience(lambda: f"rank(s) {self._lacking(ranks) or list(ranks)}", limit_s)
         look_at_s = _LOOK_S / 4
         while True:
-            began = self._clock()
-            if self._store.check([decision]):
+            began = time.monotonic()
+            if self.store.check([f"{self._root}/decision"]):
                 return False
             if condition():
                 return True
@@ -369,42 +455,31 @@ class Agreement:
                 if settled():
                     return True
             step = patience.step_s()
-            self._sleep(step)
+            time.sleep(step)
             # A store that answers slowly is part of the wait.
-            if not patience.waited(self._clock() - began, step + min(1.0, self._timeout_s / 4)):
+            if not patience.waited(time.monotonic() - began, step + min(1.0, self.timeout_s / 4)):
                 break
         lacking = self._lacking(ranks)
         for rank in lacking:
             self._missed[rank, self._call.call] = self._call
         late = f"rank(s) {lacking} did not come" if lacking else f"rank(s) {list(ranks)} came but decided nothing"
-        self._decide(f"skip:{late} within {limit_s or self._timeout_s:g} s (rank {self._topology.rank} waited)")
+        self._decide(f"skip:{late} within {limit_s or self.timeout_s:g} s (rank {self.topology.rank} waited)")
         return False
 
     def _passed_by(self, ranks: Sequence[int]) -> bool:
         """Whether all of ``ranks`` ended their training step without calling the dump, and this rank did not: where
         the dump is called after that step, they are only about to come."""
-        passed = bool(ranks) and all(self._store.check([self._passed(rank)]) for rank in ranks)
-        return passed and not self._store.check([self._passed(self._topology.rank)])
-
-    def _without_a_writer(self) -> bool:
-        """Give up at once where the writer ended its training step without calling the dump."""
-        writer = self._topology.writer
-        if self._passed_by([writer]):
-            self._decide(f"skip:rank {writer} ended its train_actor without calling the dump, whose file it writes")
-            return True
-        return False
+        passed = bool(ranks) and all(self.store.check([self._passed(rank)]) for rank in ranks)
+        return passed and not self.store.check([self._passed(self.topology.rank)])
 
     def _lacking(self, ranks: Sequence[int]) -> list[int]:
-        return [rank for rank in ranks if not self._store.check([self._ready(rank)])]
-
-    def _who_lacks(self, ranks: Sequence[int]) -> str:
-        return f"rank(s) {self._lacking(ranks) or list(ranks)}"
+        return [rank for rank in ranks if not self.store.check([self._ready(rank)])]
 
     def _decide(self, decision: str) -> None:
-        self._store.compare_set(f"{self._root}/decision", "", storable(decision))
+        self.store.compare_set(f"{self._root}/decision", "", storable(decision))
 
     def _obey(self) -> str:
-        kind, _, rest = self._store.get(f"{self._root}/decision").decode().partition(":")
+        kind, _, rest = self.store.get(f"{self._root}/decision").decode().partition(":")
         if kind != "go":
             raise NotAgreed(rest)
         return rest

@@ -17,14 +17,15 @@ from array import array
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from slime_instrument._dump.rank import Topology
+from slime_instrument._dump.agree import Topology
 from slime_instrument._dump.zigzag import shard_lengths
-from slime_instrument._errors import DumpError, describe, not_ours
-from slime_instrument._format.references import is_kept, is_written_out
+from slime_instrument._errors import DumpError, contained, describe, not_ours
+from slime_instrument._format.references import fate
 from slime_instrument._format.schema import ID_COLUMNS, LAYOUT_FIELDS, WHOLE_BATCH_FIELDS
 
 StreamKey = tuple[str, torch.dtype, tuple[int, ...]]
@@ -109,38 +110,67 @@ class Description:
                 raise
         for part in (self.columns, self.ids, self.layout, self.whole):
             for name in list(part):
-                try:
-                    pickle.dumps(part[name])
-                except Exception as error:
-                    if not_ours(error):
-                        raise
-                    del part[name]
-                    self.left_out[str(name)] = describe(error)
+                with contained(partial(self.left_out.__setitem__, str(name))):
+                    value = part.pop(name)
+                    pickle.dumps(value)
+                    part[name] = value
         return pickle.dumps(self)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Contribution:
-    """A description, and the tensors that its streams are made of, in order."""
+    """A description, and the tensors that its streams are made of, in order: those of training, or, ``held``, one flat
+    tensor for each stream that is nobody else's."""
 
     description: Description
-    streams: Mapping[StreamKey, Sequence[torch.Tensor]]
+    streams: dict[StreamKey, list[torch.Tensor]]
+    held: bool = False
+
+    @classmethod
+    def empty(cls, description: Description) -> Contribution:
+        """Memory for all that was described."""
+        streams = {k: [torch.empty(size, dtype=k[1], device="cpu")] for k, size in description.sizes.items()}
+        return cls(description, streams, held=True)
 
     @property
     def nbytes(self) -> int:
         return sum(size * key[1].itemsize for key, size in self.description.sizes.items())
 
+    def memory(self) -> list[memoryview]:
+        """Of the streams, one by one; where it is held."""
+        return [bytes_of(flat) for (flat,) in self.streams.values()]
+
+    def in_memory(self, meanwhile: Callable[[], None] = lambda: None) -> Contribution:
+        """The same, held; ``meanwhile`` is called while bytes are copied."""
+        if self.held:
+            return self
+        copied = self.empty(self.description)
+        room, place = iter(copied.memory()), memoryview(b"")
+        for piece in map(bytes_of, self.pieces(_CACHED_BYTES)):
+            if not place:
+                place = next(room)
+            place[: len(piece)] = piece
+            place = place[len(piece) :]
+            meanwhile()
+        return copied
+
     def pieces(self, on_device: int) -> Iterator[torch.Tensor]:
-        """All bytes in stream order: flat uint8 tensors on the CPU. Neighbours on a device are joined there, up to
-        ``on_device`` bytes at a time; on the CPU in steps that stay in the processor's cache."""
+        """All bytes in stream order: flat uint8 tensors on the CPU, each of one stream. Neighbours on a device are
+        joined there, up to ``on_device`` bytes at a time; on the CPU in steps that stay in the processor's cache."""
         for key, tensors in self.streams.items():
-            for run in _runs(tensors, max(1, on_device // key[1].itemsize), _CACHED_BYTES // key[1].itemsize):
+            for run in _neighbours(tensors, max(1, on_device // key[1].itemsize), _CACHED_BYTES // key[1].itemsize):
                 with torch.no_grad():
                     whole = torch.cat(run) if len(run) > 1 else run[0].detach().contiguous()
                     yield whole.cpu().view(torch.uint8)
 
 
 _CACHED_BYTES = 1 << 20
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    buffer: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(buffer)
 
 
 def contribute(
@@ -335,7 +365,7 @@ class _Queue:
         held = [tensor for tensor in tensors if tensor.numel()]
         self.sizes[key] = start + sum(tensor.numel() for tensor in held)
         if held:
-            if key[1] not in _JOINABLE:  # not every dtype has a kernel that joins tensors; bytes have
+            if key[1] not in ORDINARY_DTYPES:  # not every dtype has a kernel that joins tensors; bytes have
                 held = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in held]
             self.tensors.setdefault(key, []).extend(held)
         return start
@@ -356,10 +386,11 @@ class _Queue:
                 del self.tensors[key][kept:]
 
 
-_JOINABLE = frozenset(
-    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32}
-    | {torch.int64, torch.bool}
+ORDINARY_DTYPES = frozenset(
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128}
+    | {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
 )
+"""Dtypes that torch can fill, add, join and store in its usual way; the others are only moved, as bytes."""
 
 
 def _flat_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -417,7 +448,7 @@ def _as_torch_stores(tensor: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
-def _runs(tensors: Iterable[torch.Tensor], on_device: int, on_cpu: int) -> Iterator[list[torch.Tensor]]:
+def _neighbours(tensors: Iterable[torch.Tensor], on_device: int, on_cpu: int) -> Iterator[list[torch.Tensor]]:
     """Flat neighbours on the same device, together at most that many elements. A tensor above that is cut."""
     run: list[torch.Tensor] = []
     room = 0
@@ -583,12 +614,11 @@ class _Plain:
 def _in_file(value: Any) -> Any:
     """What stands for a tensor that slime left in a file: the reference itself where slime's dumps keep it. None for
     anything else."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind is torch.Tensor:  # looked at first: a dump holds thousands
         return None
-    if is_kept(kind):
-        return value
-    return InFile(value) if is_written_out(kind) else None
+    found = fate(kind)
+    return InFile(value) if found == "written out" else value if found == "kept" else None
 
 
 def _text(value: Any) -> str:

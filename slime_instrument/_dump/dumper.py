@@ -1,7 +1,7 @@
 """One dump, from rollout_data on every rank to one file: contribute, agree, exchange, restore, write.
 
-This is the order in which to read the folder: :mod:`rank`, :mod:`contribute`, :mod:`agree`, :mod:`exchange`,
-:mod:`zigzag`, :mod:`payload`, :mod:`file`.
+This is the order in which to read the folder: :mod:`agree`, :mod:`contribute`, :mod:`exchange`, :mod:`payload` with
+:mod:`zigzag`, :mod:`file`.
 """
 
 from __future__ import annotations
@@ -9,16 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from slime_instrument._dump import agree, exchange
-from slime_instrument._dump.agree import Agreement, CallId, NotAgreed, Presence
+from slime_instrument._dump.agree import Agreement, CallId, NotAgreed, Presence, Seen, Topology, read_topology
 from slime_instrument._dump.contribute import Contribution, contribute, undisturbed
-from slime_instrument._dump.exchange import Listener
 from slime_instrument._dump.file import (
     BackgroundWriter,
     Disk,
@@ -30,19 +28,18 @@ from slime_instrument._dump.file import (
     dump_folder,
     dump_path,
     dump_template,
+    is_special,
     keep_references,
     remove_references,
     write_dump,
 )
-from slime_instrument._dump.payload import build_payload, left_out, provenance
-from slime_instrument._dump.rank import Seen, Topology, read_topology
-from slime_instrument._dump.zigzag import Restoring, shard_lengths
-from slime_instrument._errors import DumpError, describe, not_ours
+from slime_instrument._dump.payload import build_payload, left_out, provenance, put_together
+from slime_instrument._dump.zigzag import shard_lengths
+from slime_instrument._errors import DumpError, contained, describe, log, not_ours
 from slime_instrument._format import journal
 from slime_instrument._format.schema import SHARDED_FIELDS
-from slime_instrument._log import log
+from slime_instrument._installation import versions
 from slime_instrument._settings import Settings, is_due
-from slime_instrument._versions import versions
 
 _HIDDEN = "_slime_instrument"
 """Keys of rollout_data that start with this are ours and travel no further."""
@@ -92,13 +89,13 @@ class Dumper:
         """Training is about to begin and Megatron is up: announce this rank; on the writer check the folder and begin
         the journal. ``patches``: name, state and reason of each. Returns the path template of the dumps; raises
         ``TrainingPathError``."""
-        self._connect()
+        with contained(_not_told):  # a store that does not answer now may do so at the dump
+            self._presence.connect()
         self._topology = topology = read_topology()
         template, first_rollout = dump_template(args), int(getattr(args, "start_rollout_id", None) or 0)
         if not topology.is_writer:
             return template
-        if not _is_no_file(dump_path(template, first_rollout, topology.rank)):
-            check_writable(template, topology.rank, self._disk, first_rollout)
+        check_writable(template, topology.rank, self._disk, first_rollout)
         self._begin_journal(template, topology, patches, route)
         return template
 
@@ -109,8 +106,9 @@ class Dumper:
         self._attempts[rollout_id] = self._attempts.get(rollout_id, -1) + 1
         self._calls[rollout_id] = 0
         self._told = None
-        self._connect()
-        self._announced_before_training = self._presence.connected
+        with contained(_not_told):  # a store that does not answer now may do so at the dump
+            self._presence.connect()
+        self._announced_before_training = self._presence.store is not None
         topology = self._topology_if_known()
         if args is not None and not self._began and topology is not None and topology.is_writer:
             self._begin_journal(dump_template(args), topology, (), route)
@@ -121,16 +119,12 @@ class Dumper:
         if self._told == rollout_id:
             return
         self._told = rollout_id
-        try:
+        with contained(_not_told):
             topology = self._topology_if_known()
             if topology is None or topology.takes_part:
-                agree.give_up(self._store(), self._next_call(rollout_id), self._presence.rank, reason)
+                agree.give_up(self._presence.connect(), self._next_call(rollout_id), self._presence.rank, reason)
             if topology is not None and topology.is_writer:
                 self._say("lost", rollout_id=rollout_id, reason=reason)
-        except Exception as error:
-            if not_ours(error):
-                raise
-            log(logging.DEBUG, "slime_instrument: could not tell the other ranks: %s", describe(error))
 
     def ended(self, rollout_id: int, error: str | None = None) -> None:
         """The training step of ``rollout_id`` ended on this rank, with ``error`` if so. Where it called no dump, the
@@ -140,14 +134,10 @@ class Dumper:
         if error is not None:
             self.give_up(rollout_id, error)
             return
-        try:
+        with contained(_not_told):
             topology = self._topology_if_known()
             if topology is not None and topology.takes_part and len(topology.participants) > 1:
                 self._agreement(CallId(rollout_id, self._attempts.get(rollout_id, 0), 0), topology).pass_by()
-        except Exception as failed:
-            if not_ours(failed):
-                raise
-            log(logging.DEBUG, "slime_instrument: could not tell the other ranks: %s", describe(failed))
 
     def step_out(self, reason: str) -> None:
         """This rank dumps no more; the others are told why. Never raises."""
@@ -193,25 +183,24 @@ class Dumper:
         cp_fields = tuple(dict.fromkeys((*SHARDED_FIELDS, *self._settings.cp_fields)))
         if len(topology.participants) == 1:
             self._refuse_if_busy(topology)
-            contribution = self._contribution(args, rollout_data, seen, topology, cp_fields)
-            parts = exchange.put_together([contribution], topology.context_parallel, cp_fields)
+            contributions = [self._contribution(args, rollout_data, seen, topology, cp_fields)]
         else:
             agreement = self._agreement(call, topology)
             try:
                 self._refuse_if_absent(topology, call.rollout_id)
                 self._refuse_if_busy(topology)
                 contribution = self._contribution(args, rollout_data, seen, topology, cp_fields)
-                exchanged = self._exchange(args, agreement, contribution, topology, cp_fields)
+                contributions = self._exchange(args, agreement, contribution)
             except NotAgreed as error:
                 raise NotAgreed(f"the dump of rollout {call.rollout_id} was given up: {error}") from None
             except BaseException as error:
                 agreement.give_up(_why(error))
                 raise
-            if exchanged is None:
-                return  # sent; another rank writes
-            parts = exchanged
+        if not topology.is_writer:
+            return  # sent; another rank writes
+        parts = put_together(contributions, topology.context_parallel, cp_fields)
         payload = build_payload(parts, rollout_id=call.rollout_id, writer_rank=topology.rank)
-        del parts
+        del contributions, parts
         self._write(args, call.rollout_id, payload, path, began)
 
     def _contribution(
@@ -235,50 +224,37 @@ class Dumper:
         described = provenance(data, args, topology, seen, cp_fields)
         return contribute(data, topology, cp_fields, padded=padded, provenance=described)
 
-    def _exchange(
-        self,
-        args: Any,
-        agreement: Agreement,
-        contribution: Contribution,
-        topology: Topology,
-        cp_fields: Sequence[str],
-    ) -> list[Restoring] | None:
-        """The parts of all ranks, on the writer; None on the others, once their part is sent."""
-        timeout_s, template = self._settings.timeout_s, agree.storable(dump_template(args))
+    def _exchange(self, args: Any, agreement: Agreement, contribution: Contribution) -> list[Contribution]:
+        """The parts of all ranks, on the writer; nothing on the others, once their part is sent."""
+        template = agree.storable(dump_template(args))
         agreement.arrive(template)
-        if not topology.is_writer:
-            address = agreement.wait_for_go()
-            exchange.send(
-                contribution, address, agreement, topology, timeout_s, self._settings.bucket_bytes, self._waiting
-            )
-            return None
+        if not agreement.topology.is_writer:
+            exchange.send(contribution, agreement.wait_for_go(), agreement, self._settings.bucket_bytes)
+            return []
         templates = agreement.wait_for_all()
-        absent = [rank for rank in topology.participants if rank != topology.rank and rank not in templates]
-        topology = replace(topology, participants=tuple(one for one in topology.participants if one not in absent))
         other = {rank: text for rank, text in templates.items() if Path(text).name != Path(template).name}
         if other:
-            raise DumpError(f"the ranks dump to different paths: rank {topology.rank} to {template}, others to {other}")
-        listener = Listener(self._presence.store)
+            writer = agreement.topology.rank
+            raise DumpError(f"the ranks dump to different paths: rank {writer} to {template}, others to {other}")
         try:
-            agreement.go(listener.address)
-            parts = exchange.receive(contribution, listener, agreement, topology, cp_fields, timeout_s, self._waiting)
+            with exchange.Receiver(agreement, templates) as receiver:
+                agreement.go(receiver.address)
+                contributions = receiver.receive(contribution)
         except OSError as error:
             raise DumpError(f"receiving ended early: {describe(error)}") from error
-        finally:
-            listener.close()
         agreement.forget()
+        absent = sorted(set(agreement.topology.participants) - {agreement.topology.rank} - set(templates))
         if absent:
             self._note(f"a dump lacks rank(s) {absent}, which ended their train_actor without calling the dump")
-        return parts
+        return contributions
 
     def _write(self, args: Any, rollout_id: int, payload: dict[str, Any], path: Path, began: float) -> None:
         if not self._written:
             for leftover in clean_leftovers(path.parent):
                 log(logging.INFO, "slime_instrument: removed %s, left by a run that was killed", leftover)
 
-        references = keep_references(
-            payload, path
-        )  # also of a dump that is written later: slime may clean up meanwhile
+        # Also of a dump that is written later: slime may clean up meanwhile.
+        references = keep_references(payload, path)
 
         def write(blocked_s: float | None = None) -> None:
             try:
@@ -346,15 +322,6 @@ class Dumper:
 
     # -- Among the ranks
 
-    def _connect(self) -> None:
-        """Announce this rank. A store that does not answer now may do so at the dump."""
-        try:
-            self._presence.connect()
-        except Exception as error:
-            if not_ours(error):
-                raise
-            log(logging.DEBUG, "slime_instrument: the job's store does not answer: %s", describe(error))
-
     def _next_call(self, rollout_id: int) -> CallId:
         """The call that comes now; every rank counts alike."""
         call = self._calls.get(rollout_id, 0)
@@ -362,25 +329,17 @@ class Dumper:
         return CallId(rollout_id, self._attempts.get(rollout_id, 0), call)
 
     def _topology_if_known(self) -> Topology | None:
-        try:
-            return self._topology or read_topology()
-        except Exception as error:
-            if not_ours(error):
-                raise
-            return None
-
-    def _store(self) -> agree.Store:
-        """The job's store. Raises :class:`DumpError` where it does not answer."""
-        try:
-            return self._presence.connect()
-        except DumpError:
-            raise
-        except RuntimeError as error:  # what torch's stores raise
-            raise DumpError(f"the job's store does not answer: {describe(error)}") from error
+        found = self._topology
+        if found is None:
+            with contained():
+                found = read_topology()
+        return found
 
     def _agreement(self, call: CallId, topology: Topology) -> Agreement:
         """How this rank and the others agree on ``call``. Raises :class:`DumpError` where the store does not answer."""
-        return Agreement(self._store(), call, topology, self._settings.timeout_s, self._missed, self._waiting)
+        return Agreement(
+            self._presence.connect(), call, topology, self._settings.timeout_s, self._missed, self._waiting
+        )
 
     def _refuse_if_absent(self, topology: Topology, rollout_id: int) -> None:
         """Where a rank is known not to take part, nobody waits for it."""
@@ -401,7 +360,8 @@ class Dumper:
     ) -> None:
         self._began = True
         folder = _absolute(dump_folder(template, topology.rank))
-        if _is_no_file(dump_path(template, 0, topology.rank)):
+        first = dump_path(template, 0, topology.rank)
+        if first.is_symlink() or is_special(first):
             log(logging.INFO, "slime_instrument: %s is no regular file; no journal is kept beside it", template)
             return
         self._journal = journal.Writer(folder)
@@ -426,16 +386,18 @@ class Dumper:
 
     def _say(self, event: str, **values: Any) -> None:
         """A line in the journal, where this process keeps one. One that cannot be written costs nothing else."""
-        if self._journal is None:
-            return
-        try:
-            self._journal.append(event, **values)
-        except Exception as error:
-            if not_ours(error):
-                raise
-            if not self._journal_failed:
-                self._journal_failed = True
-                log(logging.WARNING, "slime_instrument: the journal cannot be written: %s", describe(error))
+        if self._journal is not None:
+            with contained(self._journal_fails):
+                self._journal.append(event, **values)
+
+    def _journal_fails(self, why: str) -> None:
+        if not self._journal_failed:
+            self._journal_failed = True
+            log(logging.WARNING, "slime_instrument: the journal cannot be written: %s", why)
+
+
+def _not_told(why: str) -> None:
+    log(logging.DEBUG, "slime_instrument: could not tell the other ranks: %s", why)
 
 
 def _without_holes(values: Sequence[torch.Tensor | None], lengths: Sequence[int]) -> list[torch.Tensor]:
@@ -445,11 +407,6 @@ def _without_holes(values: Sequence[torch.Tensor | None], lengths: Sequence[int]
         torch.full((length,), float("nan"), dtype=like.dtype, device=like.device) if value is None else value
         for value, length in zip(values, lengths, strict=True)
     ]
-
-
-def _is_no_file(path: Path) -> bool:
-    """Whether a device, a pipe or a link stands at ``path``."""
-    return path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir())
 
 
 def _absolute(path: Path) -> Path:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import os
 import pickle
 import secrets
@@ -21,14 +22,12 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime_instrument._dump.agree import Agreement, Patience
-from slime_instrument._dump.contribute import Contribution, Description
-from slime_instrument._dump.rank import Topology
-from slime_instrument._dump.zigzag import Restoring, Sink, bytes_of
+from slime_instrument._dump.agree import Agreement, Patience, Topology
+from slime_instrument._dump.contribute import Contribution, bytes_of
 from slime_instrument._errors import DumpError, describe
 
 _HELLO = struct.Struct("!16sIQ")
@@ -36,22 +35,14 @@ _CHUNK = 1 << 20
 _ALIVE = b"."
 
 
-def send(
-    contribution: Contribution,
-    address: Mapping[str, Any],
-    agreement: Agreement,
-    topology: Topology,
-    timeout_s: float,
-    bucket_bytes: int,
-    say: Callable[[str], None],
-) -> int:
+def send(contribution: Contribution, address: Mapping[str, Any], agreement: Agreement, bucket_bytes: int) -> int:
     """A rank that does not write: send its own part. Returns the number of bytes. Raises :class:`DumpError`."""
-    description = contribution.description.encode()
-    patience = Patience(timeout_s, lambda: f"rank {topology.writer} to take bytes", say)
+    description, writer = contribution.description.encode(), agreement.topology.writer
+    patience = agreement.patience(lambda: f"rank {writer} to take bytes")
     total = left = len(description) + contribution.nbytes
-    with _connect(address, topology, len(description), timeout_s) as line:
+    with _connect(address, agreement.topology, len(description), agreement.timeout_s) as line:
         try:
-            for piece in _outgoing(description, contribution, bucket_bytes):
+            for piece in itertools.chain([memoryview(description)], map(bytes_of, contribution.pieces(bucket_bytes))):
                 _send_piece(line, piece, patience)
                 left -= len(piece)
             line.shutdown(socket.SHUT_WR)
@@ -61,75 +52,15 @@ def send(
         except OSError as error:
             if left:
                 why = agreement.failure(within_s=0.5) or describe(error)
-                raise DumpError(f"rank {topology.writer} took no more bytes: {why}") from None
+                raise DumpError(f"rank {writer} took no more bytes: {why}") from None
         except _StoodStill:
             if left:  # with everything sent, it is the writer's to say whether there is a dump
-                raise DumpError(f"rank {topology.writer} took no byte for {timeout_s:g} s") from None
+                raise DumpError(f"rank {writer} took no byte for {agreement.timeout_s:g} s") from None
     return total
-
-
-def receive(
-    contribution: Contribution,
-    listener: Listener,
-    agreement: Agreement,
-    topology: Topology,
-    cp_fields: Sequence[str],
-    timeout_s: float,
-    say: Callable[[str], None],
-) -> list[Restoring]:
-    """The writer: everybody's part put together, its own among them, by data-parallel rank.
-
-    Bytes are taken from whichever rank has some, so that a slow one holds up nobody. Raises :class:`DumpError` naming
-    the ranks that stood still or ended early.
-    """
-    lines = _Lines(listener, topology, agreement, timeout_s, say)
-    with lines:
-        others = lines.descriptions()
-        own = contribution.description
-        restoring, sinks = _plan([own, *others], topology.context_parallel, cp_fields)
-        feed_own(contribution, sinks[own.rank], lines.keep_alive)
-        lines.payload(sinks)
-    for one in restoring:
-        one.finish()
-    return restoring
-
-
-def put_together(contributions: Sequence[Contribution], cp: int, cp_fields: Sequence[str]) -> list[Restoring]:
-    """The parts of ranks that are all in this process, by data-parallel rank. ``cp``: context-parallel size."""
-    restoring, sinks = _plan([one.description for one in contributions], cp, cp_fields)
-    for one in contributions:
-        feed_own(one, sinks[one.description.rank])
-    for part in restoring:
-        part.finish()
-    return restoring
-
-
-def feed_own(contribution: Contribution, sink: Sink, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """The writer's own bytes; ``meanwhile`` is called between pieces."""
-    for piece in contribution.pieces(_CHUNK):
-        sink.feed(bytes_of(piece))
-        meanwhile()
-
-
-def _plan(
-    descriptions: Sequence[Description], cp: int, cp_fields: Sequence[str]
-) -> tuple[list[Restoring], dict[int, Sink]]:
-    by_data_rank: dict[int, dict[int, Description]] = {}
-    for one in descriptions:
-        by_data_rank.setdefault(one.data_rank, {})[one.context_rank] = one
-    restoring = {rank: Restoring(by_data_rank[rank], cp, cp_fields) for rank in sorted(by_data_rank)}
-    sinks = {one.rank: restoring[one.data_rank].sink(one.context_rank) for one in descriptions}
-    return list(restoring.values()), sinks
 
 
 class _StoodStill(Exception):
     """No byte moved for as long as is allowed."""
-
-
-def _outgoing(description: bytes, contribution: Contribution, bucket_bytes: int) -> Iterator[memoryview]:
-    yield memoryview(description)
-    for piece in contribution.pieces(bucket_bytes):
-        yield bytes_of(piece)
 
 
 def _send_piece(line: socket.socket, piece: memoryview, patience: Patience) -> None:
@@ -169,32 +100,6 @@ def _wait_until(line: socket.socket, patience: Patience, *, writing: bool) -> No
             patience.moved()
         elif not patience.waited(time.monotonic() - began, step):
             raise _StoodStill
-
-
-class Listener:
-    """Where the writer takes connections; :attr:`address` is what the others must know."""
-
-    def __init__(self, store: Any) -> None:
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        try:
-            self.socket = socket.create_server(("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6)
-        except OSError:
-            try:
-                self.socket = socket.create_server(("", 0))
-            except OSError as error:
-                raise DumpError(f"no socket can be had: {describe(error)}") from error
-        self.socket.setblocking(False)
-        self.token, self.answer = secrets.token_bytes(16), secrets.token_bytes(16)
-        self.address = {
-            "hosts": _hosts(store),
-            "port": self.socket.getsockname()[1],
-            "machine": _machine(),
-            "token": self.token.hex(),
-            "answer": self.answer.hex(),
-        }
-
-    def close(self) -> None:
-        self.socket.close()
 
 
 def _hosts(store: Any) -> list[str]:
@@ -314,85 +219,101 @@ class _Line:
     rank: int = -1
     head: bytearray = field(default_factory=bytearray)
     expected: int = _HELLO.size
+    part: Contribution | None = None
+    room: list[memoryview] = field(default_factory=list)
+    """Memory of ``part`` that is still to be filled, the next first."""
 
 
-class _Lines:
-    """The writer's connections: all descriptions first, because together they decide where each byte belongs."""
+class Receiver:
+    """The writer's side; ``senders`` are to connect to :attr:`address`. Close it whatever happens.
 
-    def __init__(
-        self,
-        listener: Listener,
-        topology: Topology,
-        agreement: Agreement,
-        timeout_s: float,
-        say: Callable[[str], None],
-    ) -> None:
-        self._listener, self._agreement = listener, agreement
-        self._timeout_s, self._say = timeout_s, say
-        self._others = {rank for rank in topology.participants if rank != topology.rank}
+    All descriptions come first: they say how much memory each part takes. Bytes are then taken from whichever rank has
+    some, straight into that memory, so that a slow one holds up nobody.
+    """
+
+    def __init__(self, agreement: Agreement, senders: Iterable[int]) -> None:
+        self._agreement, self._senders = agreement, frozenset(senders)
         self._by_rank: dict[int, _Line] = {}
-        self._selector = selectors.DefaultSelector()
-        self._arrivals = Patience(timeout_s, lambda: f"rank(s) {self._not_here()} to connect", say)
+        self._arrivals = agreement.patience(lambda: f"rank(s) {self._not_here()} to connect")
         self._signed = time.monotonic()
         self._asked = 0.0
+        self._selector = selectors.DefaultSelector()
+        self._listener = _listening()
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._token, self._answer = secrets.token_bytes(16), secrets.token_bytes(16)
+        self.address = {
+            "hosts": _hosts(agreement.store),
+            "port": self._listener.getsockname()[1],
+            "machine": _machine(),
+            "token": self._token.hex(),
+            "answer": self._answer.hex(),
+        }
 
-    def __enter__(self) -> _Lines:
+    def __enter__(self) -> Receiver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for key in list((self._selector.get_map() or {}).values()):
-            if isinstance(key.data, _Line):
-                _close(key.data.socket)
-        for line in self._by_rank.values():
+        connected = [key.data for key in self._selector.get_map().values() if key.data is not None]
+        for line in (*connected, *self._by_rank.values()):
             _close(line.socket)
+            line.part, line.room = None, []  # what it says while waiting refers to the line itself, which so lives on
         self._selector.close()
         self._listener.close()
 
-    def descriptions(self) -> list[Description]:
-        """Of all other participants."""
-        self._selector.register(self._listener.socket, selectors.EVENT_READ, None)
-        found: dict[int, Description] = {}
-        while len(found) < len(self._others):
+    def receive(self, own: Contribution) -> list[Contribution]:
+        """Everybody's part, ``own`` among them, in memory of their own.
+
+        Raises :class:`DumpError` naming the ranks that stood still or ended early.
+        """
+        self._take_descriptions()
+        held = own.in_memory(self._keep_alive)
+        self._take_parts()
+        others = [self._by_rank[rank].part for rank in sorted(self._by_rank)]
+        return [held, *(part for part in others if part is not None)]
+
+    def _take_descriptions(self) -> None:
+        """Of all senders."""
+        while any(line.part is None for line in self._by_rank.values()) or self._not_here():
             for line in self._ready([self._arrivals] if self._not_here() else []):
-                description = self._take_head(line)
-                if description is not None:
-                    found[line.rank] = description
+                self._take_head(line)
         for key in list(self._selector.get_map().values()):  # who has connected and said nothing
             if key.data is not None:
                 self._drop(key.data)
-        self._selector.unregister(self._listener.socket)
-        return [found[rank] for rank in sorted(found)]
+        self._selector.unregister(self._listener)
 
-    def payload(self, sinks: Mapping[int, Sink]) -> None:
-        """Each rank's bytes into its sink."""
-        landing = memoryview(bytearray(_CHUNK))
+    def _take_parts(self) -> None:
+        """Each rank's bytes."""
         for line in self._by_rank.values():
-            if sinks[line.rank].missing:
+            if line.room:
                 line.patience.moved()
                 self._selector.register(line.socket, selectors.EVENT_READ, line)
             else:
                 _close(line.socket)
         while self._selector.get_map():
             for line in self._ready([]):
-                sink = sinks[line.rank]
-                try:
-                    count = line.socket.recv_into(landing)
-                except BlockingIOError:
-                    continue
-                except OSError:
-                    count = 0
-                if not count:
-                    raise DumpError(f"rank {line.rank} ended with {sink.missing} bytes to come: {self._why_early()}")
-                line.patience.moved()
-                sink.feed(landing[:count])
-                if not sink.missing:
-                    self._selector.unregister(line.socket)
-                    _close(line.socket)
+                self._take_some(line)
 
-    def keep_alive(self) -> None:
+    def _take_some(self, line: _Line) -> None:
+        try:
+            count = line.socket.recv_into(line.room[0][:_CHUNK])
+        except BlockingIOError:
+            return
+        except OSError:
+            count = 0
+        if not count:
+            missing = sum(map(len, line.room))
+            raise DumpError(f"rank {line.rank} ended with {missing} bytes to come: {self._why_early()}")
+        line.patience.moved()
+        line.room[0] = line.room[0][count:]
+        if not line.room[0]:
+            line.room.pop(0)
+        if not line.room:
+            self._drop(line)
+
+    def _keep_alive(self) -> None:
         """Now and then a sign of life to everybody, so that nobody takes another's turn for a standstill."""
         now = time.monotonic()
-        if now - self._signed < min(1.0, self._timeout_s / 8):
+        if now - self._signed < min(1.0, self._agreement.timeout_s / 8):
             return
         self._signed = now
         for line in self._by_rank.values():
@@ -401,14 +322,15 @@ class _Lines:
 
     def _ready(self, waits: list[Patience]) -> list[_Line]:
         """Connections with something to read, after a wait. Raises :class:`DumpError` when one stood still."""
-        began, step = time.monotonic(), min(0.05, self._timeout_s / 8)
+        timeout_s = self._agreement.timeout_s
+        began, step = time.monotonic(), min(0.05, timeout_s / 8)
         events = self._selector.select(step)
         lines = [key.data for key, _ in events if key.data is not None]
         if any(key.data is None for key, _ in events) and not self._accept() and not lines:
             time.sleep(step)  # it waits to be taken, and cannot be
         passed = time.monotonic() - began
         if lines:
-            self.keep_alive()
+            self._keep_alive()
         waiting = [key.data for key in self._selector.get_map().values() if key.data is not None]
         still = [line for line in waiting if line not in lines]
         for line in still:
@@ -416,10 +338,10 @@ class _Lines:
                 if line.rank < 0:
                     self._drop(line)  # never said who it is
                     continue
-                raise DumpError(f"rank {line.rank} stood still: no byte for {self._timeout_s:g} s")
+                raise DumpError(f"rank {line.rank} stood still: no byte for {timeout_s:g} s")
         for patience in waits:
             if not patience.waited(passed, step):
-                raise DumpError(f"rank(s) {self._not_here()} did not connect within {self._timeout_s:g} s")
+                raise DumpError(f"rank(s) {self._not_here()} did not connect within {timeout_s:g} s")
         if still or waits:
             self._stop_if_given_up()
         return lines
@@ -436,15 +358,15 @@ class _Lines:
         return self._agreement.failure(within_s=0.5) or "its connection was closed"
 
     def _not_here(self) -> list[int]:
-        return sorted(self._others - set(self._by_rank))
+        return sorted(self._senders - set(self._by_rank))
 
     def _accept(self) -> bool:
         try:
-            accepted, _ = self._listener.socket.accept()
+            accepted, _ = self._listener.accept()
         except OSError:  # such as no file descriptor left
             return False
         accepted.setblocking(False)
-        line = _Line(accepted, Patience(self._timeout_s, lambda: f"bytes of rank {line.rank}", self._say))
+        line = _Line(accepted, self._agreement.patience(lambda: f"bytes of rank {line.rank}"))
         self._selector.register(accepted, selectors.EVENT_READ, line)
         return True
 
@@ -452,34 +374,48 @@ class _Lines:
         self._selector.unregister(line.socket)
         _close(line.socket)
 
-    def _take_head(self, line: _Line) -> Description | None:
-        """Read on in the greeting, then in the description; returns it once it is whole."""
+    def _take_head(self, line: _Line) -> None:
+        """Read on in the greeting, then in the description."""
         try:
             data = line.socket.recv(min(_CHUNK, line.expected - len(line.head)))
         except BlockingIOError:
-            return None
+            return
         except OSError:
             data = b""
         if not data and line.rank < 0:
             self._drop(line)
-            return None
+            return
         if not data:
             raise DumpError(f"rank {line.rank} ended before it had described its part: {self._why_early()}")
         line.patience.moved()
         line.head += data
         if len(line.head) < line.expected:
-            return None
+            return
         if line.rank < 0:
             token, rank, length = _HELLO.unpack(line.head)
-            if token != self._listener.token or rank not in self._not_here():
+            if token != self._token or rank not in self._not_here():
                 self._drop(line)  # somebody who has lost the way
-                return None
+                return
             line.rank, line.head, line.expected = rank, bytearray(), length
             self._by_rank[rank] = line
             self._arrivals.moved()
-            line.socket.send(self._listener.answer)
-            return None
-        description: Description = pickle.loads(bytes(line.head))
-        line.head = bytearray()
-        self._selector.unregister(line.socket)
-        return description
+            line.socket.send(self._answer)
+        else:
+            line.part = Contribution.empty(pickle.loads(bytes(line.head)))
+            line.room = line.part.memory()
+            line.head = bytearray()
+            self._selector.unregister(line.socket)
+
+
+def _listening() -> socket.socket:
+    """A socket that takes connections, on IPv6 too where this machine has it."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    try:
+        listener = socket.create_server(("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6)
+    except OSError:
+        try:
+            listener = socket.create_server(("", 0))
+        except OSError as error:
+            raise DumpError(f"no socket can be had: {describe(error)}") from error
+    listener.setblocking(False)
+    return listener

@@ -30,14 +30,14 @@ from typing import IO, Any, Protocol
 
 import torch
 
-from slime_instrument._errors import DumpError, TrainingPathError, describe, five_parts, not_ours
-from slime_instrument._format.references import SPILL_SUFFIX, is_kept
+from slime_instrument._dump.contribute import ORDINARY_DTYPES
+from slime_instrument._errors import DumpError, TrainingPathError, contained, describe, five_parts, not_ours
+from slime_instrument._format.references import SPILL_SUFFIX, fate
 from slime_instrument._settings import Settings
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The path
 
-_PLACEHOLDERS = frozenset({"rollout_id", "rank"})
 _RANK_SUFFIX = "{rollout_id}_{rank}.pt"
 
 
@@ -67,14 +67,14 @@ def check_template(args: Any) -> str:
     template = dump_template(args)
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-        unknown = sorted({name for name in names if name not in _PLACEHOLDERS})
-        first, second = (dump_path(template, rollout_id, 0) for rollout_id in (0, 1)) if not unknown else (None, None)
+        unknown = sorted({name for name in names if name not in ("rollout_id", "rank")})
+        first, second = (dump_path(template, rollout_id, 0) if not unknown else Path() for rollout_id in (0, 1))
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise _refusal(template, f"a path template that can be filled in ({error})", repr(template)) from None
     if unknown:
         found = ", ".join("{" + name + "}" for name in unknown)
         raise _refusal(template, "only {rollout_id} and {rank} as placeholders", found)
-    if first is not None and first == second and _number_of_rollouts(args) != 1 and not _is_special(first):
+    if first == second and _number_of_rollouts(args) != 1 and not is_special(first):
         found = "a path without {rollout_id}, for several rollouts"
         raise _refusal(template, "a different file for each rollout", found)
     rollout_template = getattr(args, "save_debug_rollout_data", None)
@@ -88,7 +88,7 @@ def check_writable(template: str, rank: int, disk: Disk, first_rollout: int = 0)
     where the folder takes nothing; what is merely missing there (flushing, renaming) is noted in ``disk``, and so is a
     full disk, which may have room by the first dump."""
     path = dump_path(template, first_rollout, rank)
-    if _is_special(path):
+    if path.is_symlink() or is_special(path):
         return
     probe = path.parent / f".slime_instrument.probe.{socket.gethostname()}.{os.getpid()}"
     try:
@@ -117,12 +117,12 @@ def _same_file(rollout_template: Any, template: str) -> bool:
     try:
         other = Path(os.fspath(rollout_template).format(rollout_id=0))
         ours = dump_path(template, 0, 0)
-        return os.path.realpath(other) == os.path.realpath(ours) and not _is_special(ours)
+        return os.path.realpath(other) == os.path.realpath(ours) and not is_special(ours)
     except (KeyError, IndexError, ValueError, TypeError):
         return False  # slime's own concern; it fails there with slime's message
 
 
-def _is_special(path: Path) -> bool:
+def is_special(path: Path) -> bool:
     """Whether something stands at ``path``, links followed, that is neither a regular file nor a folder."""
     try:
         mode = os.stat(path).st_mode
@@ -173,7 +173,7 @@ class Disk:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if _is_special(path):
+        if is_special(path):
             return self._write_through(path, fill)
         if path.is_symlink():
             path = Path(os.path.realpath(path))
@@ -339,12 +339,12 @@ def write_dump(payload: dict[str, Any], path: Path, disk: Disk) -> int:
         try:
             return _write_once(payload, path, disk)
         except OSError:
-            if _is_special(path):  # a pipe whose reader has gone would wait for another one
+            if is_special(path):  # a pipe whose reader has gone would wait for another one
                 raise
             time.sleep(_RETRY_AFTER_S)
             return _write_once(payload, path, disk)
     except OSError as refused:
-        tried = "tried once" if _is_special(path) else "tried twice"
+        tried = "tried once" if is_special(path) else "tried twice"
         raise DumpError(
             five_parts(
                 str(path),
@@ -405,13 +405,9 @@ def _leave_out_what_cannot_be_saved(payload: dict[str, Any]) -> bool:
     holders: list[dict[Any, Any]] = [*payload["samples"], *payload["dp_shards"], payload]
     for holder in holders:
         for name in [name for name in holder if name not in ("samples", "dp_shards")]:
-            try:
+            with contained(functools.partial(bad.__setitem__, name)):
                 if name not in bad:
                     torch.save(holder[name], _Nowhere())  # type: ignore[arg-type]
-            except Exception as error:
-                if not_ours(error):
-                    raise
-                bad[name] = describe(error)
     _leave_out(payload, bad)
     return bool(bad)
 
@@ -464,7 +460,7 @@ class Pickler(pickle.Pickler):
             return NotImplemented
         if value.requires_grad or value.is_conj() or value.is_neg() or value.is_quantized or value.is_nested:
             return NotImplemented
-        if value.dtype not in _WITH_TYPED_STORAGE:
+        if value.dtype not in ORDINARY_DTYPES:  # it has no typed storage for the others
             return NotImplemented
         untyped = value.untyped_storage()
         key = untyped._cdata, value.dtype
@@ -475,13 +471,6 @@ class Pickler(pickle.Pickler):
             )
         place = storage, value.storage_offset(), tuple(value.shape), value.stride(), False, self._nothing
         return torch._utils._rebuild_tensor_v2, place
-
-
-_WITH_TYPED_STORAGE = frozenset(
-    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128}
-    | {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
-)
-"""Dtypes that torch has a typed storage for; it describes the others in another way."""
 
 
 def _only_for_storages(torchs_own: Any) -> Any:
@@ -507,23 +496,20 @@ def keep_references(payload: dict[str, Any], path: Path) -> Path | None:
     """Give the files that samples refer to a life of their own, as slime does: hard links (copies where there can be
     none) in a new folder below ``<stem>_r3_spill``, which is returned. Nothing is read. A field whose file cannot be
     had is left out of ``payload``, with the reason in its provenance."""
-    if _is_special(path):
+    if is_special(path):
         return None
     folder = path.parent / (path.stem + SPILL_SUFFIX) / uuid.uuid4().hex
     kept: dict[str, Any] = {}
     bad: dict[Any, str] = {}
     for sample in payload["samples"]:
         for name, value in sample.items():
-            if name in bad or not is_kept(type(value)):
+            kind: Any = type(value)
+            if name in bad or fate(kind) != "kept":
                 continue
-            try:
+            with contained(functools.partial(bad.__setitem__, name)):
                 if value.path not in kept:
                     kept[value.path] = value.link(folder / f"{len(kept)}_{Path(value.path).name}")
                 sample[name] = kept[value.path]
-            except Exception as error:
-                if not_ours(error):
-                    raise
-                bad[name] = describe(error)
     _leave_out(payload, bad)
     return folder if kept else None
 

@@ -1,4 +1,5 @@
-"""The v2 payload: one list of samples in rollout order, and what is not per sample under ``dp_shards``.
+"""The v2 payload: the ranks' parts put together, one list of samples in rollout order, and what is not per sample under
+``dp_shards``.
 
 Also the provenance: where a dump came from, the one thing in the file that is ours alone.
 """
@@ -7,18 +8,31 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from slime_instrument._dump.contribute import InFile, Ref, Stored, StreamKey, deeper
-from slime_instrument._dump.rank import Seen, Topology
-from slime_instrument._dump.zigzag import Restoring
-from slime_instrument._errors import describe, not_ours
+from slime_instrument._dump.agree import Seen, Topology
+from slime_instrument._dump.contribute import (
+    COMMON,
+    ORDINARY_DTYPES,
+    Contribution,
+    Description,
+    InFile,
+    Ref,
+    Sharded,
+    Stored,
+    StreamKey,
+    bytes_of,
+    deeper,
+)
+from slime_instrument._dump.zigzag import Run, runs
+from slime_instrument._errors import DumpError, contained, log
 from slime_instrument._format.schema import COLUMN_TO_SAMPLE_KEY, FORMAT_VERSION, ID_COLUMNS, PROVENANCE
-from slime_instrument._log import log
-from slime_instrument._versions import versions
+from slime_instrument._installation import versions
 
 # What decides how slime makes advantages and losses of rewards: recorded, so that they can be worked out again.
 _ARGUMENTS = (
@@ -94,10 +108,141 @@ def _arguments(args: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if type(value) in (bool, int, float, str)}
 
 
-def build_payload(parts: Sequence[Restoring], *, rollout_id: int, writer_rank: int) -> dict[str, Any]:
+# ---------------------------------------------------------------------------------------------------------------------
+# Putting the parts of one data-parallel rank together
+
+
+@dataclass
+class Restored:
+    """One data-parallel rank's part: the parts of its context-parallel ranks put together.
+
+    ``flats``: the tensors that those have alike, one for each stream. ``fields``: restored field -> for each sample a
+    tensor of shape ``(response, *tail)``, or what stands for a tensor in a file. ``left_out``: field -> why its parts
+    do not make a whole; that field is missing, the others are not.
+    """
+
+    head: Description
+    flats: dict[StreamKey, torch.Tensor]
+    fields: dict[str, list[Any]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def put_together(contributions: Sequence[Contribution], cp: int, cp_fields: Sequence[str]) -> list[Restored]:
+    """By data-parallel rank. ``cp``: context-parallel size. Takes the memory of those that are held, field by field, so
+    that nearly nothing is there twice."""
+    by_rank: dict[int, dict[int, Contribution]] = {}
+    for one in contributions:
+        by_rank.setdefault(one.description.data_rank, {})[one.description.context_rank] = one
+    return [_restored(by_rank[rank], cp, cp_fields) for rank in sorted(by_rank)]
+
+
+def _restored(parts: Mapping[int, Contribution], cp: int, cp_fields: Sequence[str]) -> Restored:
+    """``parts``: by context-parallel rank."""
+    missing = [rank for rank in range(cp) if rank not in parts]
+    if missing:
+        raise DumpError(f"context-parallel rank(s) {missing} contributed nothing")
+    head = parts[0].description
+    totals, responses, padded = head.total_lengths, head.response_lengths, head.padded
+    for rank, part in parts.items():
+        if (part.description.total_lengths, part.description.response_lengths) != (totals, responses):
+            raise DumpError(f"context-parallel rank {rank} has other samples than rank 0")
+    flats = {rank: part.in_memory().streams for rank, part in parts.items()}
+
+    @cache  # nearly always all fields hold the same samples
+    def runs_of(rank: int, samples: tuple[int, ...]) -> list[Run]:
+        return runs(
+            [totals[i] for i in samples],
+            [responses[i] for i in samples],
+            cp,
+            rank,
+            None if padded is None else [padded[i] for i in samples],
+        )
+
+    restored = Restored(head, {key: flats[0].pop(key)[0] for key in list(flats[0]) if key[0] == COMMON})
+    for name in cp_fields:
+        held = {rank: one.description.sharded[name] for rank, one in parts.items() if name in one.description.sharded}
+        if held:
+            try:
+                restored.fields[name] = _restored_field(name, head, held, flats, cp, runs_of)
+            except DumpError as error:
+                restored.left_out[name] = str(error)
+    return restored
+
+
+def _restored_field(
+    name: str,
+    head: Description,
+    held: Mapping[int, Sequence[Sharded]],
+    flats: Mapping[int, dict[StreamKey, list[torch.Tensor]]],
+    cp: int,
+    runs_of: Callable[[int, tuple[int, ...]], list[Run]],
+) -> list[Any]:
+    """The values of one field, by sample. ``held``, ``flats``: by context-parallel rank. Raises :class:`DumpError`."""
+    kinds = {rank: [(one.key, one.samples) for one in groups] for rank, groups in held.items()}
+    first = next(iter(held))
+    if any(kind != kinds[first] for kind in kinds.values()):
+        raise DumpError("has another dtype or shape on another context-parallel rank")
+    whole_on = next((rank for rank, groups in held.items() if any(one.full for one in groups)), None)
+    if cp == 1:
+        whole_on = 0
+    if whole_on is None and len(held) < cp:
+        raise DumpError(f"is missing on context-parallel rank(s) {sorted(set(range(cp)) - set(held))}")
+    if whole_on is not None and any(one.full is False for groups in held.values() for one in groups):
+        raise DumpError(f"is whole on context-parallel rank {whole_on} and a shard on another")
+    placed: dict[int, Any] = dict(head.in_files.get(name, {}))
+    for number, (key, samples) in enumerate(kinds[first]):
+        responses = [head.response_lengths[i] for i in samples]
+        cuts = {rank: runs_of(rank, samples) for rank in (held if whole_on is None else ())}
+        for rank, groups in held.items():
+            there = sum(groups[number].lengths)
+            expected = sum(responses) if whole_on is not None else sum(run.length for run in cuts[rank])
+            if there != expected:
+                raise DumpError(
+                    f"of context-parallel rank {rank} holds {there} values; rank 0's lengths make it {expected}"
+                )
+        nothing = [torch.empty(0, dtype=key[1], device="cpu")]
+        taken = {rank: flats[rank].pop(key, nothing)[0] for rank in held}
+        whole = _joined(key, sum(responses), taken, cuts) if whole_on is None else taken[whole_on]
+        views = torch.split(whole.view(sum(responses), *key[2]), responses)
+        placed.update(zip(samples, views, strict=True))
+    if len(placed) < len(head.response_lengths):
+        raise DumpError("is in files for some samples, and missing on context-parallel rank 0")
+    return [placed[i] for i in range(len(head.response_lengths))]
+
+
+def _joined(
+    key: StreamKey, count: int, parts: Mapping[int, torch.Tensor], cuts: Mapping[int, Sequence[Run]]
+) -> torch.Tensor:
+    """The whole responses, flat. A part is contiguous in them but for its two chunks, which makes this a handful of
+    memory copies per sample and no arithmetic per token."""
+    _, dtype, tail = key
+    row = dtype.itemsize * int(torch.Size(tail).numel())
+    whole = torch.empty(count * row // dtype.itemsize, dtype=dtype, device="cpu")
+    memory = bytes_of(whole)
+    if sum(run.length for cut in cuts.values() for run in cut) < count:
+        # A token that no rank owns has no value; 0.0 would be a log-prob.
+        if dtype in ORDINARY_DTYPES:
+            whole.fill_(float("nan") if dtype.is_floating_point or dtype.is_complex else 0)
+        else:
+            memory[:] = bytes(len(memory))
+    for rank, part in parts.items():
+        shard = bytes_of(part)
+        for source, target, length in cuts[rank]:
+            memory[target * row : (target + length) * row] = shard[source * row : (source + length) * row]
+    if dtype in ORDINARY_DTYPES and dtype.is_floating_point:
+        # slime's native dump sums zero-padded shards, and -0.0 + 0.0 is 0.0: PPO's kl comes out with other bits.
+        whole.add_(0.0)
+    return whole
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The payload
+
+
+def build_payload(parts: Sequence[Restored], *, rollout_id: int, writer_rank: int) -> dict[str, Any]:
     """Samples sorted by ``rollout_position``, else by ``sample_index``, else in gather order with a warning.
 
-    ``parts``: one for each data-parallel rank, in its order, with all its bytes.
+    ``parts``: one for each data-parallel rank, in its order.
     """
     samples: list[dict[str, Any]] = []
     layout: list[dict[str, Any]] = []
@@ -126,23 +271,19 @@ def left_out(payload: Mapping[str, Any]) -> dict[str, str]:
     return {name: why for shard in payload["dp_shards"] for name, why in shard[PROVENANCE].get("left_out", {}).items()}
 
 
-def _split(part: Restoring) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+def _split(part: Restored) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
     head = part.head
     missing = {**head.left_out, **{name: why for name, why in part.left_out.items() if name not in head.left_out}}
 
     def with_tensors(fields: Mapping[Any, Any]) -> dict[Any, Any]:
         resolved = {}
         for name, value in fields.items():
-            try:
+            with contained(partial(missing.__setitem__, str(name))):
                 try:
                     resolved[name] = _WithTensors(part.flats).value(value)
                 except RecursionError:
                     with deeper():
                         resolved[name] = _WithTensors(part.flats).value(value)
-            except Exception as error:
-                if not_ours(error):
-                    raise
-                missing[str(name)] = describe(error)
         return resolved
 
     ids = with_tensors(head.ids)
@@ -161,15 +302,10 @@ def _split(part: Restoring) -> tuple[list[dict[str, Any]], dict[str, Any], dict[
             sample[COLUMN_TO_SAMPLE_KEY[column]] = value
     layout.update(with_tensors(head.layout))
     for name, column in columns.items():
-        try:
+        with contained(partial(missing.__setitem__, str(name))):  # not every layout of a tensor can be cut into samples
             values = [column[index] for index in range(count)]  # by index: a sparse tensor has no iterator
-        except Exception as error:  # not every layout of a tensor can be cut into samples
-            if not_ours(error):
-                raise
-            missing[str(name)] = describe(error)
-            continue
-        for sample, value in zip(samples, values, strict=True):
-            sample[name] = value
+            for sample, value in zip(samples, values, strict=True):
+                sample[name] = value
     whole = with_tensors(head.whole)
     if PROVENANCE in layout:
         missing[PROVENANCE] = "slime_instrument's own record stands under this name"

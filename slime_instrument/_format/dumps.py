@@ -83,10 +83,6 @@ class Provenance:
 Sample = dict[str, Any]
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class RankData:
     """The part of one process in an old train dump, as it stands in its file.
@@ -157,7 +153,7 @@ class TrainDump:
     dp_shards: list[dict[str, Any]] = field(default_factory=list)
     whole_batch: dict[str, Any] = field(default_factory=dict)
     ranks: tuple[RankData, ...] = ()
-    give_back_memory: Callable[[], None] = field(default=_nothing, repr=False, compare=False)
+    give_back_memory: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
     @property
     def path(self) -> Path:
@@ -186,7 +182,7 @@ class RolloutDump:
     kind: Literal["rollout", "rollout-eval"]
     rollout_id: int | None
     samples: list[Sample]
-    give_back_memory: Callable[[], None] = field(default=_nothing, repr=False, compare=False)
+    give_back_memory: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
 
 def column_length(column: Any) -> int | None:

@@ -34,11 +34,6 @@ from typing import Any
 NAME = "instrument.jsonl"
 
 
-def append(folder: Path, event: str, **values: Any) -> None:
-    """Append one line. Raises OSError."""
-    _append(folder / NAME, [_line(event, values)])
-
-
 class Writer:
     """Appends to the journal of one folder. What the disk refuses is kept, and comes before the next line: a rollout
     that was lost because the disk was full is named once there is room again."""
@@ -51,15 +46,12 @@ class Writer:
 
     def append(self, event: str, **values: Any) -> None:
         """Append one line, and those that could not be before. Raises OSError."""
-        lines = [*self._kept, _line(event, values)]
+        line = {"event": event, "time": round(time.time(), 3), **values}
+        lines = [*self._kept, json.dumps(line, default=str) + "\n"]
         self._kept = lines[-self._MOST_KEPT :]
         self._folder.mkdir(parents=True, exist_ok=True)
         _append(self._folder / NAME, lines)
         self._kept = []
-
-
-def _line(event: str, values: Mapping[str, Any]) -> str:
-    return json.dumps({"event": event, "time": round(time.time(), 3), **values}, default=str) + "\n"
 
 
 def _append(file: Path, lines: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -34,21 +34,10 @@ def is_reference_class(qualified_name: str) -> bool:
     return qualified_name == _OF_STRAW or _CLASSES.fullmatch(qualified_name) is not None
 
 
-def is_kept(kind: type) -> bool:
-    """Whether slime's dumps keep objects of this class, with their file linked beside the dump."""
-    hashable: Any = kind
-    return _fate(hashable) == "kept"
-
-
-def is_written_out(kind: type) -> bool:
-    """Whether slime's dumps hold the tensors that objects of this class stand for, because their files are short-lived.
-    Their ``load()`` gives them."""
-    hashable: Any = kind
-    return _fate(hashable) == "written out"
-
-
 @functools.lru_cache(maxsize=256)  # asked of every value of a dump
-def _fate(kind: Any) -> str | None:
+def fate(kind: Any) -> Literal["kept", "written out"] | None:
+    """What slime's dumps do with objects of a class: keep them, with their file linked beside the dump; or hold the
+    tensors that their ``load()`` gives, because their files are short-lived. None for what is no reference."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     found = _CLASSES.fullmatch(name)
     if found is not None and found[1] == "DiskTensorRef":
@@ -202,8 +191,7 @@ __all__ = [
     "ReferenceCounts",
     "TensorReference",
     "count_references",
-    "is_kept",
+    "fate",
     "is_reference_class",
-    "is_written_out",
     "references_in",
 ]

@@ -66,16 +66,13 @@ def open_dump(path: str | Path, *, allow_pickle: bool = False, compact: bool = F
                 f"holds an object of class {refused}, which the safe loader does not create",
                 next_step="If you trust the file: --allow-pickle (allow_pickle=True); this can run code from it.",
             ) from None
-    return _load_trusted(path, container), _nothing_to_give_back
-
-
-def _nothing_to_give_back() -> None:
-    pass
+    return _load_trusted(path, container), lambda: None
 
 
 def _load_safely(path: Path, container: Container, compact: bool) -> tuple[Any, Callable[[], None]]:
     # The values of NumPy arrays are in the pickle; torch's loader knows none.
-    most, give_back = container.size, _nothing_to_give_back
+    most = container.size
+    give_back: Callable[[], None] = lambda: None  # noqa: E731
     try:
         if container.archive is None:
             payload = unpickling.load_plain(path)

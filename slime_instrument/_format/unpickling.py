@@ -259,13 +259,6 @@ _NEW_TYPES = {
 }  # fmt: skip
 
 
-class _StorageType:
-    """A type of storage as the pickle names it. Not callable."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-
 def _rebuilt(
     most: int, base: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, flags: Any = None
 ) -> torch.Tensor | UnreadTensor:
@@ -320,21 +313,6 @@ def _unread_quantized(_base: Any, _offset: Any, size: Any, *_rest: Any) -> Unrea
     return UnreadTensor("quantized tensor", size if isinstance(size, tuple) else None)
 
 
-def _unread_nested(*_parts: Any) -> UnreadTensor:
-    return UnreadTensor("nested tensor")
-
-
-def _unread_subclass(*_parts: Any) -> UnreadTensor:
-    return UnreadTensor("tensor subclass")
-
-
-class _Name:
-    """A class or function that only describes an unread tensor. Not callable."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
 def _as_set(items: Any = ()) -> Any:
     try:
         return set(items)
@@ -349,19 +327,20 @@ class _NamedParts(tuple[Any, ...]):
         return super().__new__(cls, parts)
 
 
+# What makes an unread tensor is called; what only describes one is its name.
 _UNREAD: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_sparse_tensor"): _unread_sparse,
     ("torch._utils", "_rebuild_qtensor"): _unread_quantized,
-    ("torch._utils", "_rebuild_nested_tensor"): _unread_nested,
-    ("torch._tensor", "_rebuild_from_type_v2"): _unread_subclass,
+    ("torch._utils", "_rebuild_nested_tensor"): lambda *_parts: UnreadTensor("nested tensor"),
+    ("torch._tensor", "_rebuild_from_type_v2"): lambda *_parts: UnreadTensor("tensor subclass"),
     ("torch.serialization", "_get_layout"): lambda name: name,
-    ("torch.nested._internal.nested_tensor", "NestedTensor"): _Name("NestedTensor"),
-    ("torch.nested._internal.nested_tensor", "_rebuild_njt"): _Name("_rebuild_njt"),
+    ("torch.nested._internal.nested_tensor", "NestedTensor"): "NestedTensor",
+    ("torch.nested._internal.nested_tensor", "_rebuild_njt"): "_rebuild_njt",
     ("torch._dynamo.decorators", "_DimRange"): _NamedParts,
-    ("torch", "Tensor"): _Name("Tensor"),
+    ("torch", "Tensor"): "Tensor",
     ("torch", "Size"): tuple,
-    ("torch", "per_tensor_affine"): _Name("per_tensor_affine"),
-    ("torch", "per_channel_affine"): _Name("per_channel_affine"),
+    ("torch", "per_tensor_affine"): "per_tensor_affine",
+    ("torch", "per_channel_affine"): "per_channel_affine",
     **{(module, "set"): _as_set for module in ("__builtin__", "builtins")},
     **{(module, "complex"): complex for module in ("__builtin__", "builtins")},
     ("torch", "device"): lambda *parts: ":".join(map(str, parts)),
@@ -498,9 +477,9 @@ class _Mapped(Inert):
         if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
             return functools.partial(_rebuilt if name.endswith("2") else _rebuilt_from_bytes, len(self.content))
         if module == "torch" and name in _STORAGE_TYPES:
-            return _StorageType(_STORAGE_TYPES[name])
+            return _STORAGE_TYPES[name]
         if (module, name) == ("torch.storage", _BYTE_STORAGE):
-            return _StorageType(torch.uint8)
+            return torch.uint8
         if module == "torch" and name in _NEW_TYPES:
             return _NEW_TYPES[name]
         if (module, name) in _DATA_GLOBALS:
@@ -508,7 +487,7 @@ class _Mapped(Inert):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if module == "torch" and name in _QUANTIZED_STORAGES:
-            return _StorageType(_QUANTIZED_STORAGES[name])
+            return _QUANTIZED_STORAGES[name]
         if (module, name) in _UNREAD:
             return _UNREAD[module, name]
         if is_reference_class(f"{module}.{name}"):
@@ -517,22 +496,22 @@ class _Mapped(Inert):
 
     def persistent_load(self, saved_id: Any) -> torch.Tensor:
         _, kind, key, _, numel = saved_id
-        if not isinstance(kind, _StorageType) or type(key) is not str or type(numel) is not int or numel < 0:
+        if not isinstance(kind, torch.dtype) or type(key) is not str or type(numel) is not int or numel < 0:
             raise UnsupportedPickle("storage")
         if key not in self.storages:
             if len(self.storages) % _HELD == _HELD - 1:
                 # Each look at the head of a record brings its neighbourhood into memory; together that is the file.
                 _give_back(self.content)
             start, end = record_bounds(self.path, self.content, self.records[f"data/{key}"])
-            if numel * kind.dtype.itemsize > end - start:
+            if numel * kind.itemsize > end - start:
                 raise UnsupportedPickle("storage larger than its record")
             self.storages[key] = (
-                torch.frombuffer(self.content, dtype=kind.dtype, count=numel, offset=start)
+                torch.frombuffer(self.content, dtype=kind, count=numel, offset=start)
                 if numel
-                else torch.empty(0, dtype=kind.dtype)
+                else torch.empty(0, dtype=kind)
             )
         found = self.storages[key]
-        if found.dtype != kind.dtype or len(found) != numel:
+        if found.dtype != kind or len(found) != numel:
             raise UnsupportedPickle("storage of two types")
         return found
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from slime_instrument._hooks.dump import save_debug_train_data
 from slime_instrument._hooks.loading import keep_positions
-from slime_instrument._hooks.ray_environment import carry_settings
-from slime_instrument._hooks.start import check_run
+from slime_instrument._hooks.start import carry_settings, check_run
 from slime_instrument._hooks.training import (
     ask_for_positions,
     hide_positions,

@@ -10,10 +10,18 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from slime_instrument._dump.rank import Seen, megatron_is_up
+from slime_instrument._dump.agree import Seen, megatron_is_up
 from slime_instrument._errors import describe
-from slime_instrument._hooks.capture import LOCAL_KEY, POSITION_KEY, CaptureSession, current_session
-from slime_instrument._hooks.process import Loaded, Process, arguments, dump_is_asked_for
+from slime_instrument._hooks.capture import (
+    LOCAL_KEY,
+    POSITION_KEY,
+    CaptureSession,
+    Loaded,
+    Process,
+    arguments,
+    current_session,
+    dump_is_asked_for,
+)
 from slime_instrument._patching.patch import Call, State, instead
 from slime_instrument._switch import package
 

@@ -23,9 +23,17 @@ from typing import Any
 
 import wrapt
 
-from slime_instrument._dump.rank import megatron_is_up
-from slime_instrument._hooks.capture import NATIVE_CAPTURE, POSITION_KEY, Scope, dict_with
-from slime_instrument._hooks.process import Loaded, Process, arguments, dump_is_asked_for
+from slime_instrument._dump.agree import megatron_is_up
+from slime_instrument._hooks.capture import (
+    NATIVE_CAPTURE,
+    POSITION_KEY,
+    Loaded,
+    Process,
+    Scope,
+    arguments,
+    dict_with,
+    dump_is_asked_for,
+)
 from slime_instrument._patching.patch import Already, Call, around
 from slime_instrument._switch import package
 

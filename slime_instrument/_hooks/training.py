@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from slime_instrument._dump.rank import megatron_is_up
+from slime_instrument._dump.agree import megatron_is_up
 from slime_instrument._hooks.capture import (
     LOCAL_KEY,
     NATIVE_CAPTURE,
@@ -19,12 +19,14 @@ from slime_instrument._hooks.capture import (
     SESSIONS,
     CaptureSession,
     PolicyLoss,
+    Process,
+    arguments,
     capturing,
     current_session,
     dict_with,
+    dump_is_asked_for,
     policy_loss,
 )
-from slime_instrument._hooks.process import Process, arguments, dump_is_asked_for
 from slime_instrument._patching.patch import Already, Call, around
 from slime_instrument._switch import package
 

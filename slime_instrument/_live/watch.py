@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_instrument._dump.file import dump_template
-from slime_instrument._errors import describe, not_ours, traceback_text
+from slime_instrument._errors import describe, log, not_ours, traceback_text
 from slime_instrument._live.tracking import log_metrics, rollout_step
-from slime_instrument._log import log
 from slime_instrument._settings import Settings
 from slime_instrument._thresholds import Threshold, shown_value
 

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import wrapt
 
-from slime_instrument._patching.patch import State, Target
-from slime_instrument._patching.placement import Alias, Placement
+from slime_instrument._patching.patch import Alias, Placement, State, Target
 from slime_instrument._patching.trampoline import make_wrapper, parameters
 
 _ABSENT = object()

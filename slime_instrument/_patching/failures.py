@@ -6,8 +6,15 @@ import logging
 import threading
 from collections.abc import Callable
 
-from slime_instrument._errors import DumpError, SettingsError, TrainingPathError, describe, not_ours, traceback_text
-from slime_instrument._log import log
+from slime_instrument._errors import (
+    DumpError,
+    SettingsError,
+    TrainingPathError,
+    describe,
+    log,
+    not_ours,
+    traceback_text,
+)
 
 REFUSALS = (SettingsError, TrainingPathError)
 """Errors of the user's configuration: refused when training starts, in lenient mode too."""

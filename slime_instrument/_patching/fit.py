@@ -10,8 +10,7 @@ from types import ModuleType
 
 import wrapt
 
-from slime_instrument._patching.patch import Patch, State, Target
-from slime_instrument._patching.placement import PatchStatus
+from slime_instrument._patching.patch import Patch, PatchStatus, State, Target
 from slime_instrument._patching.trampoline import parameters
 
 

@@ -14,7 +14,7 @@ from slime_instrument._errors import not_ours
 from slime_instrument._patching.patch import KEYWORD_ONLY, Call, State
 
 if TYPE_CHECKING:
-    from slime_instrument._patching.placement import Placement
+    from slime_instrument._patching.patch import Placement
 
 
 def parameters(function: Any) -> tuple[dict[str, int], bool]:

@@ -16,7 +16,7 @@ import pytest
 
 from .conftest import ROOT, pip, site_packages
 
-ROUTE = "from slime_instrument._waiting import route; answer = route()"
+ROUTE = "from slime_instrument._switch import route; answer = route()"
 AT_THE_ROOT = ("slime_instrument.pth", "slime_instrument.start", "_slime_instrument_start.py")
 
 

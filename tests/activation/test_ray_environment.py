@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime_instrument._hooks.ray_environment import carried
+from slime_instrument._hooks.start import carried
 
 USE = """
     import types
@@ -123,7 +123,7 @@ def test_the_setup_hook_arms_unless_the_variable_says_no(
         import importlib
         module, _, name = "slime_instrument._activation.boot.worker_process_setup_hook".rpartition(".")
         returned = getattr(importlib.import_module(module), name)()
-        from slime_instrument._waiting import route
+        from slime_instrument._switch import route
         answer = [returned, route()]
     """
     variables = {} if value is None else {"SLIME_INSTRUMENT": value}
@@ -133,7 +133,7 @@ def test_the_setup_hook_arms_unless_the_variable_says_no(
 def test_with_the_start_file_there_too_the_hook_keeps_its_route(installed: Any) -> None:
     code = """
         from slime_instrument._activation.boot import worker_process_setup_hook
-        from slime_instrument._waiting import route
+        from slime_instrument._switch import route
         worker_process_setup_hook()
         answer = route()
     """

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "sitecustomize_example"
-ROUTE = "from slime_instrument._waiting import route; answer = route()"
+ROUTE = "from slime_instrument._switch import route; answer = route()"
 
 
 @pytest.fixture

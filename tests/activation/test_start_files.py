@@ -16,7 +16,7 @@ import pytest
 
 SHOW = """
     import sys
-    from slime_instrument._waiting import route
+    from slime_instrument._switch import route
     answer = {"route": route(), "heavy": sorted({"torch", "wrapt", "slime"} & set(sys.modules))}
 """
 OFF_VALUES = ["0", "off", "False", "no", "", "  "]
@@ -94,7 +94,7 @@ def test_the_start_entry_arms_as_python_3_15_would_call_it(installed: Any) -> No
     code = f"""
         import pkgutil
         pkgutil.resolve_name({entry!r})()
-        from slime_instrument._waiting import route
+        from slime_instrument._switch import route
         answer = route()
     """
     # The .pth is taken away: a Python that knows .start files ignores its import line.
@@ -114,7 +114,7 @@ def test_both_start_files_in_one_process_arm_once(installed: Any) -> None:
         from _slime_instrument_start import start
         start()
         start()
-        from slime_instrument._waiting import route
+        from slime_instrument._switch import route
         answer = [route(), sum(type(finder).__name__ == "SlimeWatch" for finder in sys.meta_path)]
     """
     assert installed.answer(code, SLIME_INSTRUMENT="1") == ["SLIME_INSTRUMENT in the environment (.pth)", 1]

@@ -15,7 +15,7 @@ def run_of(folder: Path, *events: tuple[str, dict[str, Any]]) -> Path:
     folder.mkdir()
     start = {**journal.process(), "route": "a test", "layout": {"context_parallel": 2}, "versions": {"slime": "0.3.1"}}
     for event, values in (("start", start), *events):
-        journal.append(folder, event, **values)
+        journal.Writer(folder).append(event, **values)
     return folder
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from slime_instrument._activation.check import CheckResult
 from slime_instrument._errors import InstrumentError
-from slime_instrument._patching.placement import PatchStatus
+from slime_instrument._patching.patch import PatchStatus
 
 from .outcomes import PATCH, strict
 

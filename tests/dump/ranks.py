@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
+from slime_instrument._dump.agree import Topology
 from slime_instrument._dump.contribute import Contribution, contribute
-from slime_instrument._dump.exchange import put_together
-from slime_instrument._dump.payload import build_payload
-from slime_instrument._dump.rank import Topology
-from slime_instrument._dump.zigzag import Restoring, owned
+from slime_instrument._dump.payload import Restored, build_payload, put_together
+from slime_instrument._dump.zigzag import owned
 
 
 def topology(cp: int = 1, cp_rank: int = 0, dp: int = 1, dp_rank: int = 0) -> Topology:
@@ -62,7 +61,7 @@ def contributions(shards: Sequence[Sequence[dict[str, Any]]], fields: Sequence[s
     ]
 
 
-def gathered(shards: Sequence[Sequence[dict[str, Any]]], fields: Sequence[str], **more: Any) -> list[Restoring]:
+def gathered(shards: Sequence[Sequence[dict[str, Any]]], fields: Sequence[str], **more: Any) -> list[Restored]:
     """``shards[dp_rank][cp_rank]`` put together as the writer does."""
     return put_together(contributions(shards, fields, **more), len(shards[0]), fields)
 

@@ -6,11 +6,13 @@ import random
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from slime_instrument._dump import agree
 from slime_instrument._dump.agree import Agreement, CallId, NotAgreed, Patience, Presence, _Careful
 from slime_instrument._errors import DumpError
 from slime_instrument._settings import Pins
@@ -195,16 +197,17 @@ def test_giving_up_never_raises_and_neither_does_forgetting() -> None:
     assert mine.failure() is None
 
 
-def test_the_wait_polls_with_growing_pauses_says_what_it_waits_for_and_ends_on_time() -> None:
+def test_the_wait_polls_with_growing_pauses_says_what_it_waits_for_and_ends_on_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock, naps, said = [0.0], [], []
 
     def sleep(seconds: float) -> None:
         naps.append(seconds)
         clock[0] += seconds
 
-    mine = Agreement(
-        dist.HashStore(), CALL, topology(1, 0, WORLD, 0), 25.0, {}, said.append, sleep=sleep, clock=lambda: clock[0]
-    )
+    monkeypatch.setattr(agree, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0]))
+    mine = Agreement(dist.HashStore(), CALL, topology(1, 0, WORLD, 0), 25.0, {}, said.append)
     mine.arrive("x")
     with pytest.raises(NotAgreed, match="within 25 s"):
         mine.wait_for_all()
@@ -228,7 +231,7 @@ def test_patience_counts_only_the_time_in_which_it_waited() -> None:
 def presence(store: Any, rank: int) -> Presence:
     made = Presence()
     made.store, made.rank = store, rank
-    made._announce(store)
+    made._announce()
     return made
 
 
@@ -284,7 +287,7 @@ def test_a_rank_that_calls_the_dump_after_its_step_is_still_taken(store: Any) ->
     assert results[1:] == [{"port": 7}] * 3
 
 
-def test_a_store_that_answers_slowly_does_not_stretch_the_wait() -> None:
+def test_a_store_that_answers_slowly_does_not_stretch_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow:
         def __getattr__(self, name: str) -> Any:
             def ask(*arguments: Any) -> Any:
@@ -297,7 +300,8 @@ def test_a_store_that_answers_slowly_does_not_stretch_the_wait() -> None:
         clock[0] += seconds
 
     clock, inner = [0.0], dist.HashStore()
-    mine: Any = Agreement(Slow(), CALL, topology(1, 0, WORLD, 0), 10.0, {}, quiet, sleep=sleep, clock=lambda: clock[0])
+    monkeypatch.setattr(agree, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0]))
+    mine: Any = Agreement(Slow(), CALL, topology(1, 0, WORLD, 0), 10.0, {}, quiet)
     mine.arrive("x")
     with pytest.raises(NotAgreed, match="within 10 s"):
         mine.wait_for_all()
@@ -318,7 +322,7 @@ def test_ranks_whose_settings_leave_a_rollout_out_are_known_before_anybody_waits
     made = [Presence(), Presence(every=3, pin=Pins(((4, 5),)))]
     for rank, one in enumerate(made):
         one.store, one.rank = store, rank
-        one._say_what_is_dumped(store)
+        one._say_what_is_dumped()
     assert [i for i in range(8) if made[0].skips([0, 1], i) == []] == [0, 3, 4, 5, 6]
     assert made[0].skips([0, 1], 1) == [1]
     assert made[0].skips([0], 1) == []

@@ -19,8 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime_instrument._dump.contribute import contribute, is_per_sample
-from slime_instrument._dump.exchange import put_together
-from slime_instrument._dump.payload import left_out
+from slime_instrument._dump.payload import left_out, put_together
 from slime_instrument._errors import DumpError
 from slime_instrument._hooks.capture import CaptureSession
 from slime_instrument.lab import find_sources
@@ -415,7 +414,7 @@ def test_a_nest_on_a_thread_with_a_small_stack_does_not_end_the_process() -> Non
         """
         import threading
         from slime_instrument._dump.contribute import contribute, deeper
-        from slime_instrument._dump.exchange import put_together
+        from slime_instrument._dump.payload import put_together
         from slime_instrument._dump.payload import build_payload
         from tests.dump.ranks import topology
         from tests.fuzz.values import _deep

@@ -18,8 +18,8 @@ from benchmarks import megatron_groups
 from benchmarks.ranks import run_on_ranks
 from benchmarks.shards import Case, rollout_data
 from slime_instrument._dump import dumper as dumper_module
+from slime_instrument._dump.agree import Seen
 from slime_instrument._dump.dumper import Dumper
-from slime_instrument._dump.rank import Seen
 from slime_instrument._errors import DumpError
 from slime_instrument._format.journal import read_journal
 from slime_instrument._settings import Settings

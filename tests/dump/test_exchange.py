@@ -17,8 +17,8 @@ import torch.distributed as dist
 from slime_instrument._dump import exchange
 from slime_instrument._dump.agree import Agreement, CallId
 from slime_instrument._dump.contribute import contribute
-from slime_instrument._dump.exchange import Listener, _close, _Lines
-from slime_instrument._dump.payload import build_payload
+from slime_instrument._dump.exchange import Receiver, _close
+from slime_instrument._dump.payload import build_payload, put_together
 from slime_instrument._errors import DumpError
 
 from .ranks import sharded, topology
@@ -66,14 +66,15 @@ def take_part(store: Any, data: list[dict[str, Any]], cp: int, rank: int, bucket
     mine = Agreement(store, CALL, place, timeout_s, {}, quiet)
     mine.arrive("path")
     if not place.is_writer:
-        return exchange.send(contribution, mine.wait_for_go(), mine, place, timeout_s, bucket, quiet)
-    mine.wait_for_all()
-    listener = Listener(store)
-    try:
-        mine.go(listener.address)
-        return exchange.receive(contribution, listener, mine, place, FIELDS, timeout_s, quiet)
-    finally:
-        listener.close()
+        return exchange.send(contribution, mine.wait_for_go(), mine, bucket)
+    with Receiver(mine, mine.wait_for_all()) as receiver:
+        mine.go(receiver.address)
+        return put_together(receiver.receive(contribution), cp, FIELDS)
+
+
+def receiver(store: Any, timeout_s: float = 5.0) -> Receiver:
+    """The writer's of two ranks."""
+    return Receiver(Agreement(store, CALL, topology(1, 0, 2, 0), timeout_s, {}, quiet), [1])
 
 
 def check(data: list[dict[str, Any]], parts: Any) -> None:
@@ -118,20 +119,20 @@ def test_a_stranger_on_the_port_neither_ends_nor_delays_the_dump(store: Any) -> 
     data = rollout(2, big=5)
     strangers: list[socket.socket] = []
 
-    def strange(listener: Listener) -> None:
+    def strange(receiver: Receiver) -> None:
         for sent in (b"", b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, bytes(28)):
-            one = socket.create_connection(("127.0.0.1", listener.address["port"]))
+            one = socket.create_connection(("127.0.0.1", receiver.address["port"]))
             one.sendall(sent)
             strangers.append(one)
 
-    real = Listener.__init__
+    real = Receiver.__init__
 
-    def __init__(self: Listener, store: Any) -> None:
-        real(self, store)
+    def __init__(self: Receiver, *args: Any) -> None:
+        real(self, *args)
         strange(self)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Listener, "__init__", __init__)
+        patched.setattr(Receiver, "__init__", __init__)
         began = time.monotonic()
         writer, other = together([lambda rank=rank: take_part(store, data, 1, rank, 64, 10.0) for rank in range(2)])
     assert isinstance(other, int), other
@@ -143,28 +144,25 @@ def test_a_stranger_on_the_port_neither_ends_nor_delays_the_dump(store: Any) -> 
 
 def test_addresses_that_lead_nowhere_or_to_somebody_else_are_passed_over(store: Any) -> None:
     with socket.create_server(("127.0.0.2", 0)) as somebody:
-        listener = Listener(store)
-        try:
-            address = {**listener.address, "machine": "another", "hosts": ["127.0.0.3", "name.invalid", "127.0.0.1"]}
+        with receiver(store) as writer:
+            address = {**writer.address, "machine": "another", "hosts": ["127.0.0.3", "name.invalid", "127.0.0.1"]}
             line = exchange._connect  # the writer's side is answered by a thread below
 
             def answer() -> None:
-                listener.socket.setblocking(True)
-                accepted, _ = listener.socket.accept()
+                writer._listener.setblocking(True)
+                accepted, _ = writer._listener.accept()
                 accepted.recv(1000)
                 accepted.sendall(b"somebody else!!!")
                 accepted.close()
-                accepted, _ = listener.socket.accept()
+                accepted, _ = writer._listener.accept()
                 accepted.recv(1000)
-                accepted.sendall(listener.answer)
+                accepted.sendall(writer._answer)
                 accepted.close()
 
             results = together([answer, lambda: line(address, topology(1, 0, 2, 1), 5, 2.0)])
             assert isinstance(results[1], socket.socket), results[1]
             results[1].close()
-        finally:
-            listener.close()
-        nowhere = {**listener.address, "machine": "another", "port": somebody.getsockname()[1], "hosts": ["127.0.0.9"]}
+        nowhere = {**writer.address, "machine": "another", "port": somebody.getsockname()[1], "hosts": ["127.0.0.9"]}
         with pytest.raises(
             DumpError, match=r"rank 0 cannot be reached at port \d+ \(127\.0\.0\.9: .*GLOO_SOCKET_IFNAME"
         ):
@@ -189,7 +187,7 @@ def _process(port: int, rank: int, behaviour: str, out: Any) -> None:
     torch.set_num_threads(1)  # threads of the parent are not there after a fork
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     sends = exchange._send_piece
-    takes = exchange._Lines.payload
+    takes = Receiver._take_parts
     sent = [0]
 
     def misbehave(*args: Any) -> None:
@@ -217,7 +215,7 @@ def _process(port: int, rank: int, behaviour: str, out: Any) -> None:
     if behaviour and rank:
         exchange._send_piece = misbehave
     elif behaviour:
-        exchange._Lines.payload = misbehaving_writer  # type: ignore[assignment]
+        Receiver._take_parts = misbehaving_writer  # type: ignore[method-assign]
     torch.manual_seed(0)
     data = rollout(2, big=BIG)
     began = time.monotonic()
@@ -282,8 +280,8 @@ def test_a_connection_ends_for_the_other_side_though_a_forked_child_holds_it() -
 
 
 def test_a_connection_that_cannot_be_taken_ends_the_wait_on_time(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    listener, place = Listener(store), topology(1, 0, 2, 0)
-    caller = socket.create_connection(("127.0.0.1", listener.address["port"]))
+    writer = receiver(store, 1.0)
+    caller = socket.create_connection(("127.0.0.1", writer.address["port"]))
 
     class NoDescriptors:
         def __getattr__(self, name: str) -> Any:
@@ -292,14 +290,11 @@ def test_a_connection_that_cannot_be_taken_ends_the_wait_on_time(store: Any, mon
         def accept(self) -> Any:
             raise OSError(24, "Too many open files")
 
-    real = listener.socket
-    lines = _Lines(listener, place, Agreement(store, CALL, place, 1.0, {}, quiet), 1.0, quiet)
-    lines._selector.register(real, 1, None)
-    monkeypatch.setattr(listener, "socket", NoDescriptors())
-    monkeypatch.setattr(lines._selector, "register", lambda *_: None)
+    real = writer._listener
+    monkeypatch.setattr(writer, "_listener", NoDescriptors())
     began = time.monotonic()
     with pytest.raises(DumpError, match=r"did not connect within 1 s"):
-        lines.descriptions()
+        writer._take_descriptions()
     assert time.monotonic() - began < 5.0
     caller.close()
     real.close()

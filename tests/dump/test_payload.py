@@ -11,16 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from slime_instrument._dump.agree import Seen
 from slime_instrument._dump.contribute import contribute
-from slime_instrument._dump.exchange import put_together
-from slime_instrument._dump.payload import build_payload, left_out, provenance
-from slime_instrument._dump.rank import Seen
-from slime_instrument._dump.zigzag import Restoring
+from slime_instrument._dump.payload import Restored, build_payload, left_out, provenance, put_together
 
 from .ranks import topology
 
 
-def part(data_rank: int, partition: list[int] | None, count: int | None = None, **more: Any) -> Restoring:
+def part(data_rank: int, partition: list[int] | None, count: int | None = None, **more: Any) -> Restored:
     n = count if count is not None else len(partition or ())
     data: dict[str, Any] = {"response_lengths": [1] * n, "total_lengths": [2] * n, **more}
     if partition is not None:

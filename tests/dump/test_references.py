@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from benchmarks.shards import rollout_data
 from slime_instrument._dump import dumper as dumper_module
+from slime_instrument._dump.agree import Seen
 from slime_instrument._dump.file import Disk, keep_references, write_dump
 from slime_instrument._dump.payload import left_out
-from slime_instrument._dump.rank import Seen
 from slime_instrument._errors import DumpError
 from slime_instrument._format.dumps import read_train_dump
 from slime_instrument._format.references import TensorReference, count_references

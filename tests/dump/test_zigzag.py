@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_instrument._dump.contribute import contribute
-from slime_instrument._dump.exchange import put_together
+from slime_instrument._dump.payload import put_together
 from slime_instrument._dump.zigzag import owned, runs, shard_lengths
 from slime_instrument._errors import DumpError
 
@@ -303,37 +303,3 @@ def test_uneven_and_empty_data_parallel_ranks_are_put_together_in_rank_order() -
     payload = payload_of([[one(4, torch.ones(2))], [empty], [one(4, torch.zeros(1), torch.zeros(3))]], FIELDS)
     assert [sample["data_parallel_rank"] for sample in payload["samples"]] == [0, 2, 2]
     assert len(payload["dp_shards"]) == 3
-
-
-def test_bytes_that_were_not_announced_are_refused() -> None:
-    (part,) = gathered([[one(4, torch.ones(2))]], FIELDS)
-    sink = part.sink(0)
-    assert sink.missing == 8
-    sink.feed(memoryview(bytes(8)))
-    assert sink.missing == 0
-    with pytest.raises(ValueError, match="1 bytes more than announced"):
-        sink.feed(memoryview(b"x"))
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 3), st.lists(st.integers(1, 9), min_size=1, max_size=30))
-def test_bytes_may_come_in_pieces_of_any_size(cp: int, sizes: list[int]) -> None:
-    data = {**one(11, six, six * 2, six * 3), "entropy": [six.double(), six.double(), six.double()]}
-    shards = [sharded(data, cp, rank, FIELDS) for rank in range(cp)]
-    parts = [contribute(shard, topology(cp, rank), FIELDS) for rank, shard in enumerate(shards)]
-    from slime_instrument._dump.zigzag import Restoring, bytes_of
-
-    restoring = Restoring({rank: part.description for rank, part in enumerate(parts)}, cp, FIELDS)
-    for rank, part in enumerate(parts):
-        sink = restoring.sink(rank)
-        stream = b"".join(bytes(bytes_of(piece)) for piece in part.pieces(1 << 20))
-        assert sink.missing == len(stream) == part.nbytes
-        at = turn = 0
-        while at < len(stream):
-            size = sizes[turn % len(sizes)]
-            sink.feed(memoryview(stream[at : at + size]))
-            at, turn = at + size, turn + 1
-        assert sink.missing == 0
-    restoring.finish()
-    for name in ("log_probs", "entropy"):
-        assert all(map(torch.equal, restoring.fields[name], data[name]))

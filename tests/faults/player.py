@@ -69,7 +69,7 @@ class Player:
     def _play_all(self, actor: Any, train: Callable[..., None]) -> None:
         from torch.distributed import distributed_c10d
 
-        from slime_instrument._dump.rank import read_topology
+        from slime_instrument._dump.agree import read_topology
         from slime_instrument._hooks.capture import CaptureSession
 
         self._parameters = [parameter for chunk in actor.model for parameter in chunk.parameters()]

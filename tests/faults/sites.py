@@ -121,22 +121,22 @@ _WRITE = (f"{_DUMP}.file", "Disk.write")
 
 def _dump() -> Iterator[Site]:
     for name, module, function, who in (
-        ("topology", f"{_DUMP}.rank", "read_topology", "all"),
+        ("topology", f"{_DUMP}.agree", "read_topology", "all"),
         ("presence", f"{_DUMP}.agree", "Presence.absent", "part"),
         ("arrive", f"{_DUMP}.agree", "Agreement.arrive", "part"),
         ("wait-for-all", f"{_DUMP}.agree", "Agreement.wait_for_all", "writer"),
         ("go", f"{_DUMP}.agree", "Agreement.go", "writer"),
         ("wait-for-go", f"{_DUMP}.agree", "Agreement.wait_for_go", "sender"),
-        ("listen", f"{_DUMP}.exchange", "Listener.__init__", "writer"),
+        ("listen", f"{_DUMP}.exchange", "_listening", "writer"),
         ("connect", f"{_DUMP}.exchange", "_connect", "sender"),
         ("collect", "slime_instrument._hooks.capture", "CaptureSession.collected", "part"),
         ("describe", f"{_DUMP}.payload", "provenance", "part"),
         ("contribute", f"{_DUMP}.contribute", "contribute", "part"),
         ("gather-pack", f"{_DUMP}.contribute", "Contribution.pieces", "part"),
         ("gather-send", f"{_DUMP}.exchange", "_send_piece", "sender"),
-        ("gather-feed", f"{_DUMP}.zigzag", "Sink.feed", "writer"),
-        ("plan", f"{_DUMP}.zigzag", "Restoring.__init__", "writer"),
-        ("restore", f"{_DUMP}.zigzag", "Restoring.finish", "writer"),
+        ("gather-feed", f"{_DUMP}.exchange", "Receiver._take_some", "writer"),
+        ("plan", f"{_DUMP}.payload", "put_together", "writer"),
+        ("restore", f"{_DUMP}.payload", "_restored", "writer"),
         ("build", f"{_DUMP}.payload", "build_payload", "writer"),
         ("write", *_WRITE, "writer"),
         ("flush", "os", "fsync", "writer"),
@@ -167,7 +167,7 @@ def _slime() -> Iterator[Site]:
 
 def _peers() -> Iterator[Site]:
     contributing = (f"{_DUMP}.contribute", "contribute")
-    sending, receiving = (f"{_DUMP}.exchange", "_send_piece"), (f"{_DUMP}.zigzag", "Sink.feed")
+    sending, receiving = (f"{_DUMP}.exchange", "_send_piece"), (f"{_DUMP}.exchange", "Receiver._take_some")
     for name, where, who, nth in (
         ("before-agreeing", contributing, "part", None),
         ("before-sending", sending, "sender", 0),

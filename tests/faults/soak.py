@@ -66,7 +66,7 @@ def install(rank: int, actor_module: Any, args: Any) -> None:
 
 @contextlib.contextmanager
 def _planted(fault: tuple[str, int, random.Random], rank: int, actor_module: Any, rollout_id: int) -> Iterator[None]:
-    from slime_instrument._dump import agree, dumper, exchange, zigzag
+    from slime_instrument._dump import agree, dumper, exchange
     from slime_instrument._hooks.capture import CaptureSession
 
     kind, where, source = fault
@@ -81,7 +81,7 @@ def _planted(fault: tuple[str, int, random.Random], rank: int, actor_module: Any
             place, name = source.choice(
                 [
                     *((dumper, name) for name in ("contribute", "provenance", "build_payload", "write_dump")),
-                    *((exchange, "send"), (agree.Agreement, "arrive"), (zigzag.Sink, "feed")),
+                    *((exchange, "send"), (agree.Agreement, "arrive"), (exchange.Receiver, "_take_some")),
                 ]
             )
             undo.enter_context(_replaced(place, name, lambda real: _raising(RuntimeError("planted"))))

@@ -16,9 +16,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
 from slime_instrument._dump import dumper as dumper_module
-from slime_instrument._dump.agree import Agreement, CallId, NotAgreed, Presence
+from slime_instrument._dump.agree import Agreement, CallId, NotAgreed, Presence, Topology
 from slime_instrument._dump.dumper import Dumper
-from slime_instrument._dump.rank import Topology
 from slime_instrument._errors import DumpError
 from slime_instrument._patching.failures import FailurePolicy
 from slime_instrument._patching.patch import Call, Patch, Target

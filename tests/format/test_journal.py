@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from slime_instrument._format import journal
-from slime_instrument._format.journal import NAME, RolloutEntry, append, read_journal
+from slime_instrument._format.journal import NAME, RolloutEntry, Writer, read_journal
 
 
 def start(folder: Path, **more: Any) -> None:
-    append(folder, "start", **{**journal.process(), "versions": {"slime": "0.3.1"}, "patches": [], **more})
+    Writer(folder).append("start", **{**journal.process(), "versions": {"slime": "0.3.1"}, "patches": [], **more})
 
 
 def states(folder: Path) -> list[tuple[int, str]]:
@@ -26,7 +26,7 @@ def states(folder: Path) -> list[tuple[int, str]]:
 
 def test_what_is_appended_can_be_read_at_once(tmp_path: Path) -> None:
     start(tmp_path)
-    append(tmp_path, "written", rollout_id=0, path="0.pt", bytes=7, blocked_s=0.5)
+    Writer(tmp_path).append("written", rollout_id=0, path="0.pt", bytes=7, blocked_s=0.5)
     found = read_journal(tmp_path)
     assert found.starts[0]["pid"] == os.getpid()
     (entry,) = found.rollouts
@@ -53,9 +53,9 @@ def test_where_there_is_none_is_an_error(tmp_path: Path) -> None:
 def test_a_background_write_is_pending_until_it_is_written_or_lost(tmp_path: Path) -> None:
     start(tmp_path)
     for rollout_id in range(3):
-        append(tmp_path, "pending", rollout_id=rollout_id, path=f"{rollout_id}.pt", blocked_s=0.25)
-    append(tmp_path, "written", rollout_id=0, path="0.pt", bytes=5)
-    append(tmp_path, "lost", rollout_id=1, path="1.pt", reason="disk full")
+        Writer(tmp_path).append("pending", rollout_id=rollout_id, path=f"{rollout_id}.pt", blocked_s=0.25)
+    Writer(tmp_path).append("written", rollout_id=0, path="0.pt", bytes=5)
+    Writer(tmp_path).append("lost", rollout_id=1, path="1.pt", reason="disk full")
     assert states(tmp_path) == [(0, "written"), (1, "lost"), (2, "pending")]
     found = read_journal(tmp_path)
     assert [one.blocked_s for one in found.rollouts] == [0.25] * 3
@@ -66,23 +66,23 @@ def test_a_background_write_is_pending_until_it_is_written_or_lost(tmp_path: Pat
 
 def test_removed_by_rotation_is_told_from_lost_and_keeps_what_was_known(tmp_path: Path) -> None:
     start(tmp_path)
-    append(tmp_path, "written", rollout_id=0, path="0.pt", bytes=5, blocked_s=1.0)
-    append(tmp_path, "removed", rollout_id=0, path="0.pt")
+    Writer(tmp_path).append("written", rollout_id=0, path="0.pt", bytes=5, blocked_s=1.0)
+    Writer(tmp_path).append("removed", rollout_id=0, path="0.pt")
     (entry,) = read_journal(tmp_path).rollouts
     assert (entry.state, entry.size, entry.blocked_s) == ("removed", 5, 1.0)
     assert read_journal(tmp_path).healthy is True
 
 
 def test_a_rollout_trained_twice_has_two_entries(tmp_path: Path) -> None:
-    append(tmp_path, "lost", rollout_id=0, path="0.pt", reason="disk full")
-    append(tmp_path, "written", rollout_id=0, path="0.pt", bytes=5)
+    Writer(tmp_path).append("lost", rollout_id=0, path="0.pt", reason="disk full")
+    Writer(tmp_path).append("written", rollout_id=0, path="0.pt", bytes=5)
     assert states(tmp_path) == [(0, "lost"), (0, "written")]
 
 
 def test_fields_that_a_dump_lacks_are_named_and_not_healthy(tmp_path: Path) -> None:
-    append(tmp_path, "written", rollout_id=0, path="0.pt", bytes=5)
-    append(tmp_path, "left-out", rollout_id=0, path="0.pt", field="x", reason="it has no data")
-    append(tmp_path, "left-out", rollout_id=9, path="9.pt", field="x", reason="of no known rollout")
+    Writer(tmp_path).append("written", rollout_id=0, path="0.pt", bytes=5)
+    Writer(tmp_path).append("left-out", rollout_id=0, path="0.pt", field="x", reason="it has no data")
+    Writer(tmp_path).append("left-out", rollout_id=9, path="9.pt", field="x", reason="of no known rollout")
     found = read_journal(tmp_path)
     assert found.rollouts[0].left_out == {"x": "it has no data"}
     assert found.healthy is False
@@ -91,15 +91,15 @@ def test_fields_that_a_dump_lacks_are_named_and_not_healthy(tmp_path: Path) -> N
 
 def test_waiting_is_shown_until_anything_else_is_said(tmp_path: Path) -> None:
     start(tmp_path)
-    append(tmp_path, "waiting", what="waiting for rank(s) [3] since 10 s")
+    Writer(tmp_path).append("waiting", what="waiting for rank(s) [3] since 10 s")
     assert "now waiting for rank(s) [3] since 10 s" in str(read_journal(tmp_path))
-    append(tmp_path, "written", rollout_id=0, path="0.pt", bytes=5)
+    Writer(tmp_path).append("written", rollout_id=0, path="0.pt", bytes=5)
     assert read_journal(tmp_path).waiting == ""
 
 
 def test_stepping_out_is_said_until_a_process_starts_anew(tmp_path: Path) -> None:
     start(tmp_path)
-    append(tmp_path, "stepped-out", reason="three faults of ours")
+    Writer(tmp_path).append("stepped-out", reason="three faults of ours")
     assert read_journal(tmp_path).healthy is False
     assert "this run dumps no more: three faults of ours" in str(read_journal(tmp_path))
     start(tmp_path)
@@ -113,7 +113,7 @@ def test_patches_that_are_not_active_are_named_with_their_reason(tmp_path: Path)
         {"name": "b", "state": "INCOMPATIBLE", "reason": "takes (x)"},
     ]
     start(tmp_path, patches=patches)
-    append(tmp_path, "note", text="the file system cannot rename")
+    Writer(tmp_path).append("note", text="the file system cannot rename")
     text = str(read_journal(tmp_path))
     assert "patch b is INCOMPATIBLE: takes (x)" in text
     assert "patch a" not in text
@@ -133,7 +133,7 @@ def test_a_line_that_is_cut_or_odd_is_named_and_the_others_count(tmp_path: Path,
     start(tmp_path)
     with open(tmp_path / NAME, "a", encoding="utf-8") as file:
         file.write(line + "\n")
-    append(tmp_path, "written", rollout_id=7, path="7.pt", bytes=5)
+    Writer(tmp_path).append("written", rollout_id=7, path="7.pt", bytes=5)
     found = read_journal(tmp_path)
     assert (7, "written") in states(tmp_path)
     assert len(found.problems) <= 1
@@ -143,15 +143,15 @@ def test_a_line_that_is_cut_or_odd_is_named_and_the_others_count(tmp_path: Path,
 
 
 def test_events_of_a_newer_version_are_passed_over(tmp_path: Path) -> None:
-    append(tmp_path, "something-new", x=1)
+    Writer(tmp_path).append("something-new", x=1)
     assert read_journal(tmp_path).problems == []
 
 
 def test_a_process_that_ended_is_seen_and_what_it_had_pending_is_not_healthy(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from slime_instrument._format import journal\n"
-        "journal.append(Path(sys.argv[1]), 'start', **journal.process())\n"
-        "journal.append(Path(sys.argv[1]), 'pending', rollout_id=4, path='4.pt')\n"
+        "journal.Writer(Path(sys.argv[1])).append('start', **journal.process())\n"
+        "journal.Writer(Path(sys.argv[1])).append('pending', rollout_id=4, path='4.pt')\n"
     )
     environment = {**os.environ, "SLIME_INSTRUMENT": "0"}
     subprocess.run(
@@ -176,7 +176,7 @@ def test_a_process_of_another_machine_cannot_be_seen(tmp_path: Path) -> None:
 def test_lines_of_several_writers_do_not_mix(tmp_path: Path) -> None:
     def write(writer: int) -> None:
         for number in range(50):
-            append(tmp_path, "written", rollout_id=number, path=f"{writer}-{number}.pt", bytes=1, note="x" * 500)
+            Writer(tmp_path).append("written", rollout_id=number, path=f"{writer}-{number}.pt", bytes=1, note="x" * 500)
 
     threads = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
     for thread in threads:
@@ -193,13 +193,13 @@ def test_a_writer_that_sees_half_of_anothers_line_spoils_nothing(
     start(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(os, "pread", lambda *_: b"{")
-        append(tmp_path, "written", rollout_id=7, path="7.pt", bytes=5)
+        Writer(tmp_path).append("written", rollout_id=7, path="7.pt", bytes=5)
     found = read_journal(tmp_path)
     assert (states(tmp_path), found.problems) == ([(7, "written")], [])
 
 
 def test_values_that_are_no_json_are_written_as_text(tmp_path: Path) -> None:
-    append(tmp_path, "start", template=Path("x"), odd=object())
+    Writer(tmp_path).append("start", template=Path("x"), odd=object())
     assert read_journal(tmp_path).starts[0]["template"] == "x"
 
 

@@ -33,9 +33,8 @@ import numpy as np
 import torch
 
 from slime_instrument._dump.contribute import Contribution, Description, contribute
-from slime_instrument._dump.exchange import put_together
 from slime_instrument._dump.file import Disk, write_dump
-from slime_instrument._dump.payload import build_payload
+from slime_instrument._dump.payload import build_payload, put_together
 from slime_instrument._format.schema import NATIVE_CONTEXT_PARALLEL_FIELDS
 from tests.dump.ranks import cut, topology
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from slime_instrument import _runtime as runtime
-from slime_instrument import _waiting as waiting
+from slime_instrument import _switch as switch
 
 from .fake_slime import PLAIN, FakeSlime, Form
 
@@ -67,7 +67,7 @@ def slime(
 
     yield make
     runtime.uninstrument()
-    waiting.cancel()
+    switch.cancel()
     for name in FakeSlime.modules():
         sys.modules.pop(name)
     importlib.invalidate_caches()

@@ -20,11 +20,11 @@ from slime_instrument._hooks.capture import (
     POSITION_KEY,
     SESSIONS,
     CaptureSession,
+    Loaded,
     PolicyLoss,
     current_session,
     policy_loss,
 )
-from slime_instrument._hooks.process import Loaded
 
 
 def data(count: int = 2, **more: Any) -> dict[str, Any]:

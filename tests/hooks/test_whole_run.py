@@ -227,7 +227,7 @@ FAULTS = {
     "train-dump": "slime_instrument._hooks.dump.megatron_is_up",
     "train-dump, inside": "slime_instrument._hooks.dump.Seen",
     "describe": "slime_instrument._dump.dumper.contribute",
-    "restore": "slime_instrument._dump.exchange.put_together",
+    "restore": "slime_instrument._dump.dumper.put_together",
     "build": "slime_instrument._dump.dumper.build_payload",
     "write": "slime_instrument._dump.dumper.write_dump",
 }

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from slime_instrument._patching import apply as apply_module
-from slime_instrument._patching.imports import on_import
 from slime_instrument._patching.patch import Already, Target
-from slime_instrument._patching.patcher import Patcher
+from slime_instrument._patching.patcher import Patcher, on_import
 
 from .world import World, patch, tagging
 

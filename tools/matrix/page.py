@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_instrument._versions import installed
+from slime_instrument._installation import installed
 from slime_instrument.lab._samples import EDGE_KINDS
 from slime_instrument.lab._sources import source_version
 from tools.matrix.drift import NATIVE, VARIANTS
