@@ -84,6 +84,13 @@ def test_a_penalty_shows_in_the_tokens_that_the_context_holds(fault: Fault, shap
     )
 
 
+def test_a_strong_penalty_is_no_truncation_although_the_mean_ratio_is_below_1() -> None:
+    # What would restore the mean are repeated tokens, and the penalty has made those rare.
+    unsure = Shape(sure=0.1, sharpness=2.0)
+    for seed in range(4):
+        assert list(found(Fault(repetition=2.0), unsure, seed)) == ["sampling-penalty"], seed
+
+
 def test_another_context_fades_along_the_response(shape: Shape) -> None:
     assert list(found(Fault(context=1.0), shape)) == ["context-differs"]
 

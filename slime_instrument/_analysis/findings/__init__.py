@@ -1,4 +1,4 @@
-"""One file per finding. Deleting a file removes that finding and nothing else.
+"""One file per finding. A file may ask another whether its cause fits, where both would look alike.
 
 A file declares ``CODE``, ``ORDER`` and ``find(view) -> Finding | None``. Lower orders come first, and the tokens that
 they explain are hidden from higher ones, so that one fault has one name. Findings of equal order see the same tokens:

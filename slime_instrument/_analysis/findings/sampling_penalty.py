@@ -14,7 +14,7 @@ import torch
 from slime_instrument._analysis.diagnosis import Estimate, Finding
 from slime_instrument._analysis.evidence import View
 from slime_instrument._analysis.findings import temperature
-from slime_instrument._analysis.groups import groups
+from slime_instrument._analysis.groups import Group, groups
 from slime_instrument._analysis.history import History, history_of
 from slime_instrument._analysis.moments import Ratio, mean_of
 
@@ -28,7 +28,7 @@ _LARGEST = 5.0
 
 
 @dataclass(frozen=True)
-class _Fit:
+class Fit:
     """Gain and loss of tokens that ``where`` held already, and of new ones."""
 
     where: str
@@ -58,13 +58,9 @@ class _Fit:
 
 def find(view: View) -> Finding | None:
     for group in groups(view):
-        if group.level < _SMALLEST or temperature.fit_of(view, group) is not None:
+        fit = fit_of(view, group)
+        if fit is None:
             continue
-        history = history_of(view, group.pairs)
-        fits = [fit for fit in _fits(history) if fit.named] if history is not None else []
-        if not fits:
-            continue
-        fit = max(fits, key=lambda one: one.t)
         low, value, high = fit.penalty
         message = (
             f"In {int(group.pairs.sum())} samples the engine's probabilities of tokens that {fit.where} held already "
@@ -82,7 +78,24 @@ def find(view: View) -> Finding | None:
     return None
 
 
-def _fits(history: History) -> list[_Fit]:
+def fit_of(view: View, group: Group) -> Fit | None:
+    """The penalty of a group; None where its numbers show none."""
+    memo = view.memo.setdefault("penalty", {})
+    if group.part not in memo:
+        memo[group.part] = _fit(view, group)
+    fit: Fit | None = memo[group.part]
+    return fit
+
+
+def _fit(view: View, group: Group) -> Fit | None:
+    if group.level < _SMALLEST or temperature.fit_of(view, group) is not None:
+        return None
+    history = history_of(view, group.pairs)
+    named = [fit for fit in _fits(history) if fit.named] if history is not None else []
+    return max(named, key=lambda one: one.t, default=None)
+
+
+def _fits(history: History) -> list[Fit]:
     """With "seen" counted from the response alone, and from all of the context."""
     delta = history.delta.clamp(-_LARGEST, _LARGEST)
     # A few tokens with a ratio of twenty would hide how sure the sign is.
@@ -102,7 +115,7 @@ def _fits(history: History) -> list[_Fit]:
         ordered = delta[seen].sort().values
         penalty = tuple(float(ordered[int(q * (len(ordered) - 1))]) for q in _QUANTILES)
         gains = _gain_over_loss(excess[~seen]), _gain_over_loss(excess[seen])
-        found.append(_Fit(where, len(ordered), new, known, *gains, penalty))
+        found.append(Fit(where, len(ordered), new, known, *gains, penalty))
     return found
 
 

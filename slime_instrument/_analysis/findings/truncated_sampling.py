@@ -6,7 +6,7 @@ import math
 
 from slime_instrument._analysis.diagnosis import Estimate, Finding
 from slime_instrument._analysis.evidence import View
-from slime_instrument._analysis.findings import temperature
+from slime_instrument._analysis.findings import sampling_penalty, temperature
 from slime_instrument._analysis.groups import Group, groups, moments_of
 from slime_instrument._analysis.moments import Ratio
 
@@ -54,7 +54,8 @@ def _cut(view: View, group: Group) -> bool:
     mass: Ratio = moments.mass
     if mass.value > -_SMALLEST or not mass.beyond(_SURE):
         return False
-    if temperature.fit_of(view, group) is not None:
+    if temperature.fit_of(view, group) is not None or sampling_penalty.fit_of(view, group) is not None:
+        # Neither keeps the mean ratio at 1: a strong penalty makes the tokens that would restore it too rare to see.
         return temperature.truncates(moments)
     if abs(moments.slope.value) > _FOLLOWS and moments.slope.beyond(_SURE):
         return False
