@@ -126,12 +126,21 @@ def test_a_fault_of_some_samples_is_named_for_those(fault: Fault, code: str, sha
     assert len(wrong) <= 3
 
 
-def test_one_cause_does_not_hide_another(shape: Shape) -> None:
-    named = found(Fault(engine_temperature=0.7, top_p=0.95), shape)
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 0.95), (0.8, 0.9), (0.9, 0.9), (1.2, 0.85)])
+def test_one_cause_does_not_hide_another(temperature: float, top_p: float, shape: Shape) -> None:
+    named = found(Fault(engine_temperature=temperature, top_p=top_p), shape)
     assert sorted(named) == ["temperature", "truncated-sampling"]
     estimate = named["temperature"].estimate
     assert estimate is not None
-    assert estimate.low <= 0.7 <= estimate.high
+    assert abs(estimate.value - temperature) < 0.1
+    assert estimate.low <= temperature <= estimate.high
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(5, 0.95), (8, 0.9), (20, 0.95)])
+def test_two_truncations_are_no_temperature_although_they_tie_delta_to_log_mu(
+    top_k: int, top_p: float, shape: Shape
+) -> None:
+    assert list(found(Fault(top_k=top_k, top_p=top_p), shape)) == ["truncated-sampling"]
 
 
 @pytest.mark.parametrize("side", ["rollout", "train"])

@@ -18,8 +18,10 @@ ORDER = 80
 _SURE = 5.0  # standard errors
 _SMALLEST = 0.03  # |r - 1| worth a name
 _AGREE = (0.5, 1.6)  # slope over moment estimate: noise lowers it, and nothing but a temperature brings it near 1
-_SMALLEST_SLOPE = 0.1  # where truncation leaves the slope alone to tell: it has slopes of its own, up to 0.08
-_MODEL, _MODEL_OF_SLOPE = 0.1, 0.25  # part of r - 1 by which either may be off for other reasons than chance
+_MODEL = 0.1  # part of r - 1 by which the estimates may be off for other reasons than chance
+# Where the engine truncated, too, only the slope is left. Truncation has slopes of its own, but no token gains by it.
+_SMALLEST_SLOPE, _SMALLEST_GAIN = 0.07, 0.05  # of gain over loss
+_OF_SLOPE = (0.75, 1.25, 2.2)  # r - 1 as a multiple of the slope, which is too small: at least, usually, at most
 _CERTAIN = 0.01  # share of tokens of probability exactly 1 that only truncation makes
 _CUT = 5.0  # standard errors of the mean ratio below 1
 _INTERVAL = 2.5  # standard errors on either side: two estimates, each with its own
@@ -95,20 +97,22 @@ def _fit(view: View, group: Group) -> Fit | None:
     if moments.mass.beyond(_SURE):  # the mean ratio is not 1: perhaps the tokens were sampled from π
         choices.append((moments.temperature(reverse=True), "train"))
     fits = [(one, side) for one, side in choices if _agree(slope, one)]
-    if not fits and abs(slope.value) >= _SMALLEST_SLOPE and truncates(moments):
-        fits = [
-            (slope, "rollout")
-        ]  # the mean ratio is the mass kept and differs among positions: only the slope is left
-    if not fits:
+    if fits:
+        best, side = min(fits, key=lambda fit: abs(slope.value / fit[0].value - 1))
+        if abs(best.value) < _SMALLEST:
+            return None
+        ends = [r.value + sign * _INTERVAL * r.error for r in (slope, best) for sign in (-1, 1)]
+        reach = _MODEL * abs(best.value)
+        t = min(abs(slope.t), abs(best.t))
+        fit = Fit(1 + best.value, 1 + min(ends) - reach, 1 + max(ends) + reach, t, "moments", side)
+    elif abs(slope.value) >= _SMALLEST_SLOPE and truncates(moments) and moments.gain_over_loss >= _SMALLEST_GAIN:
+        # The mean ratio is the mass kept, which differs among positions.
+        least, usual, most = (part * slope.value for part in _OF_SLOPE)
+        reach = _INTERVAL * slope.error
+        low, high = 1 + min(least, most) - reach, 1 + max(least, most) + reach
+        fit = Fit(1 + usual, low, high, abs(slope.t), "slope", "rollout")
+    else:
         return None
-    best, side = min(fits, key=lambda fit: abs(slope.value / fit[0].value - 1))
-    if abs(best.value) < _SMALLEST:
-        return None
-    ends = [r.value + sign * _INTERVAL * r.error for r in (slope, best) for sign in (-1, 1)]
-    reach = (_MODEL if best is not slope else _MODEL_OF_SLOPE) * abs(best.value)
-    how = "moments" if best is not slope else "slope"
-    t = min(abs(slope.t), abs(best.t))
-    fit = Fit(1 + best.value, 1 + min(ends) - reach, 1 + max(ends) + reach, t, how, side)
     exact = _by_entropy(view, group)
     if exact is not None and exact.beyond(_SURE):
         reach = 2 * exact.error
