@@ -20,7 +20,8 @@ import torch
 from settings import Sampling, Setting
 
 LATEST = 12  # version of the newest weights
-UPDATES = 4  # AdamW steps between the engine's weights and the updated ones
+# AdamW steps between the engine's weights and those of training, and their learning rate.
+UPDATES = {"updated": (4, 5e-6), "moved": (8, 3e-5)}
 BATCH = 16  # sequences of one forward
 
 
@@ -261,21 +262,21 @@ def rounded(model: Any, kind: str) -> Any:
     return model
 
 
-def updated(model: Model, answers: list[Answer], folder: Path, seed: int) -> Path:
+def updated(model: Model, answers: list[Answer], folder: Path, seed: int, steps: int, lr: float) -> Path:
     """The checkpoint after a few policy-gradient steps on ``answers``, with advantages of both signs by chance."""
     if (folder / "config.json").exists():
         return folder
     random = torch.Generator().manual_seed(seed)
     net = model.load(torch.float32)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=5e-6)
-    for step in range(UPDATES):
-        chosen = answers[step * 8 : step * 8 + 8]
-        advantages = torch.randn(len(chosen), generator=random)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
+    for step in range(steps):
+        used = [answers[i % len(answers)] for i in range(step * 8, step * 8 + 8)]
+        advantages = torch.randn(len(used), generator=random)
         loss = torch.zeros(())
-        for answer, advantage in zip(chosen, advantages, strict=True):
+        for answer, advantage in zip(used, advantages, strict=True):
             logits = logits_of(net, hidden_of(net, [answer])[0], "float32")
             picked = logits.log_softmax(-1).gather(1, torch.tensor(answer.tokens)[:, None])
-            loss = loss - advantage * picked.mean() / len(chosen)
+            loss = loss - advantage * picked.mean() / len(used)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -394,7 +395,13 @@ def main() -> None:
 
     model = Model(options.gguf, options.folder / "checkpoint")
     out = options.folder / (f"{options.half}-stand-in" if options.stand_in else options.half)
-    newer_folder = options.folder / f"updated-{options.half}"
+
+    def newer(weights: str) -> Path:
+        """The checkpoint of training, where it has gone on from the engine's."""
+        steps, lr = UPDATES[weights]
+        folder, seed = options.folder / f"{weights}-{options.half}", declared.SEEDS[options.half]
+        return updated(model, answers_of(Sampling()), folder, seed, steps, lr)
+
     engine: Any
     if options.stand_in:
         engine = Transformers(model)
@@ -410,7 +417,7 @@ def main() -> None:
             groups[one.training.weights, one.training.dtype].append(one)
         for (weights, dtype), own in groups.items():
             if (weights, dtype) not in nets:
-                net = model.load(getattr(torch, dtype), newer_folder if weights == "updated" else None)
+                net = model.load(getattr(torch, dtype), newer(weights) if weights in UPDATES else None)
                 nets[weights, dtype] = rounded(net, weights) if weights in ("fp8", "int4") else net
             trained = train_side(nets[weights, dtype], answers, own)
             for one in own:
@@ -434,15 +441,14 @@ def main() -> None:
         missing = [one for one in wanted if options.again or not (out / one.folder).exists()]
         if not missing:
             continue
-        if any(one.training.weights == "updated" for one in missing):
-            updated(model, answers_of(Sampling()), newer_folder, declared.SEEDS[options.half])
         answers = answers_of(wanted[0].sampling)
         if wanted[0].mixture:
+            folder = newer(wanted[0].training.weights)
             engine.close()
-            engine = Transformers(Model(options.gguf, newer_folder)) if options.stand_in else Vllm(newer_folder)
-            newer = engine.sample(requests_of(options.half, Sampling(), model))
+            engine = Transformers(Model(options.gguf, folder)) if options.stand_in else Vllm(folder)
+            current = engine.sample(requests_of(options.half, Sampling(), model))
             for one in missing:
-                made([one], mixed(one, answers, newer))
+                made([one], mixed(one, answers, current))
         else:
             made(missing, answers)
     said("done")

@@ -31,11 +31,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Training:
-    """How training computes its log-probs. ``weights``: those of the engine, rounded, or some updates further on."""
+    """How training computes its log-probs.
+
+    ``weights``: those of the engine, rounded, or some updates further on: ``updated`` by so little that bf16 kernels
+    differ as much, or ``moved`` clearly.
+    """
 
     temperature: float = 1.0
     dtype: Literal["bfloat16", "float32"] = "float32"  # without bf16 instructions, float32 is several times faster
-    weights: Literal["base", "fp8", "int4", "updated"] = "base"
+    weights: Literal["base", "fp8", "int4", "updated", "moved"] = "base"
     head: Literal["float32", "bfloat16"] = "float32"
     stored: Literal["float32", "bfloat16"] = "float32"
     entropy: bool = False  # whether the dump holds the entropy of each position
@@ -101,10 +105,10 @@ def settings(half: Half) -> list[Setting]:
 
 def by_sampling(half: Half, engine: str) -> list[list[Setting]]:
     """The settings of an engine, those together that share their sampled tokens; mixtures last."""
-    found: dict[tuple[bool, Sampling], list[Setting]] = {}
+    found: dict[tuple[str, Sampling], list[Setting]] = {}
     for one in settings(half):
         if one.engine == engine:
-            found.setdefault((one.mixture > 0, one.sampling), []).append(one)
+            found.setdefault((one.training.weights if one.mixture else "", one.sampling), []).append(one)
     return [own for _, own in sorted(found.items(), key=lambda item: item[0][0])]
 
 
@@ -165,9 +169,12 @@ def _vllm(half: Half) -> list[Setting]:
     ]
     stale = ("stale-weights",)
     share = 0.3 if judged else 0.5
-    found.append(
-        Setting(f"{share:.0%} from older weights", half, stale, training=Training(weights="updated"), mixture=share)
-    )
+    found += [
+        Setting(
+            f"{share:.0%} one small update behind", half, (), stale, training=Training(weights="updated"), mixture=share
+        ),
+        Setting(f"{share:.0%} far behind", half, stale, training=Training(weights="moved"), mixture=share),
+    ]
     hot = Sampling(0.7 if judged else 0.8, top_p=0.95 if judged else 0.9)
     found.append(
         Setting(
