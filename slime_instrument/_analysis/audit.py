@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from slime_instrument._analysis.read_pair import ReadPair
-from slime_instrument._analysis.rollout_groups import (
+from slime_instrument._analysis.pair import (
     GROUPED_ESTIMATORS,
     Baseline,
+    ReadPair,
     executions,
     prompt_groups,
     slimes_baseline,
@@ -126,9 +126,7 @@ def audit(pair: ReadPair, arguments: Mapping[str, Any] | None = None) -> Audit:
         pair: both sides.
         arguments: slime's, for dumps without provenance; they win over what provenance records.
     """
-    recorded = pair.provenance.record.get("arguments")
-    known = {**(recorded if isinstance(recorded, Mapping) else {}), **(arguments or {})}
-    return _Auditor(pair, known).run()
+    return _Auditor(pair, {**pair.arguments, **(arguments or {})}).run()
 
 
 class _Auditor:

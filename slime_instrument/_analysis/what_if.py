@@ -12,7 +12,7 @@ import torch
 
 from slime_instrument._analysis.corrections import Batch, Outcome, Policy, Value
 from slime_instrument._analysis.drift import turns
-from slime_instrument._analysis.read_pair import ReadPair
+from slime_instrument._analysis.pair import ReadPair
 from slime_instrument._analysis.table import KINDS, TokenTable, tabulate
 from slime_instrument._format.values import length_of, number
 

@@ -12,9 +12,8 @@ from typing import Any
 
 from slime_instrument._analysis.compare import Comparison, compare
 from slime_instrument._analysis.corrections import Sweep
-from slime_instrument._analysis.gradient import loss_gradient
-from slime_instrument._analysis.read_pair import read_pair
-from slime_instrument._analysis.spikes import spikes, step_norms
+from slime_instrument._analysis.gradient import loss_gradient, spikes, step_norms
+from slime_instrument._analysis.pair import read_pair
 from slime_instrument._analysis.what_if import rollout_of, what_if
 from slime_instrument._errors import DumpFormatError, five_parts
 from slime_instrument._format.pairs import FilePair, Pairing, Skipped, find_pairs, no_pairs
