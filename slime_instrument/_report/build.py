@@ -20,8 +20,7 @@ from slime_instrument._format.pairs import FilePair, Pairing, Skipped, find_pair
 from slime_instrument._format.values import plain_value
 from slime_instrument._report.answers import Answers, Judged, answer_all, judged
 from slime_instrument._report.page import Page, curve, density, histogram, json_in_html
-from slime_instrument._report.samples import COLUMNS, Block, Keeper, TokenBlocks, sample_rows
-from slime_instrument._report.text import decoder, texts
+from slime_instrument._report.samples import COLUMNS, Block, Keeper, TokenBlocks, decoder, sample_rows, texts
 
 __all__ = ["Report", "write_report"]
 

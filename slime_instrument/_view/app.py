@@ -76,7 +76,7 @@ def view_dumps(
         )
     decode = None
     if tokenizer is not None:
-        from slime_instrument._report.text import decoder
+        from slime_instrument._report.samples import decoder
 
         decode = decoder(tokenizer)
     by: int | None = 0
