@@ -19,8 +19,7 @@ from typing import Any
 import numpy
 import torch
 
-from slime_instrument._analysis.read_pair import ReadPair
-from slime_instrument._analysis.rollout_groups import GROUPED_ESTIMATORS, n_executions, prompt_groups, slimes_baseline
+from slime_instrument._analysis.pair import GROUPED_ESTIMATORS, ReadPair, n_executions, prompt_groups, slimes_baseline
 from slime_instrument._errors import DumpFormatError, InstrumentError, five_parts
 from slime_instrument._format.containers import unusable
 from slime_instrument._format.dumps import read_rollout_dump

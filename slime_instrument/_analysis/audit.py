@@ -10,15 +10,17 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from slime_instrument._analysis.read_pair import ReadPair
-from slime_instrument._analysis.rollout_groups import (
+from slime_instrument._analysis.pair import (
     GROUPED_ESTIMATORS,
     Baseline,
+    ReadPair,
     executions,
+    n_executions,
     prompt_groups,
     slimes_baseline,
 )
@@ -79,14 +81,8 @@ class Group:
         return self.std == 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "samples": list(self.samples),
-            "n_executions": self.n_executions,
-            "mean": self.mean,
-            "std": self.std,
-            "without_variance": self.without_variance,
-            "prompts": self.prompts,
-        }
+        names = ("n_executions", "mean", "std", "without_variance", "prompts")
+        return {"samples": list(self.samples), **{name: getattr(self, name) for name in names}}
 
 
 @dataclass(frozen=True)
@@ -126,9 +122,7 @@ def audit(pair: ReadPair, arguments: Mapping[str, Any] | None = None) -> Audit:
         pair: both sides.
         arguments: slime's, for dumps without provenance; they win over what provenance records.
     """
-    recorded = pair.provenance.record.get("arguments")
-    known = {**(recorded if isinstance(recorded, Mapping) else {}), **(arguments or {})}
-    return _Auditor(pair, known).run()
+    return _Auditor(pair, {**pair.arguments, **(arguments or {})}).run()
 
 
 class _Auditor:
@@ -158,39 +152,40 @@ class _Auditor:
         self._signal()
         self._truncated()
         self._duplicates()
-        parts = self._parts()
-        groups = tuple(self._group(part) for part in parts)
+        groups = tuple(map(self._group, self.parts))
         return Audit(self.pair.rollout_id, groups, tuple(self.findings), tuple(self.checked), dict(self.unchecked))
 
     def _add(self, code: str, message: str, samples: Sequence[int], **numbers: float | None) -> None:
         if samples:
             self.findings.append(AuditFinding(code, message, tuple(sorted(set(samples))), numbers))
 
-    def _parts(self) -> Sequence[Sequence[int]]:
+    @cached_property
+    def parts(self) -> Sequence[Sequence[int]]:
+        """Positions that share a baseline; those of one prompt where the estimator has none."""
         return self.baseline.groups if self.baseline is not None else prompt_groups(self.sources, self.arguments)
 
+    def _known_rewards(self, part: Sequence[int]) -> list[float]:
+        """The rewards of some samples; empty where one has none."""
+        known = [reward for position in part if (reward := self.raw[position]) is not None]
+        return known if len(known) == len(part) else []
+
     def _group(self, part: Sequence[int]) -> Group:
-        rewards = [self.raw[position] for position in part]
-        known = [reward for reward in rewards if reward is not None]
+        known = self._known_rewards(part)
         mean = std = None
-        if known and len(known) == len(rewards):
+        if known:
             mean = sum(known) / len(known)
-            std = _finite(float(torch.tensor(known, dtype=torch.float64).std())) if len(known) > 1 else None
-            std = 0.0 if len(set(known)) == 1 and len(known) > 1 else std
+        if len(known) > 1:  # of equal rewards the sum may differ from their multiple by a rounding
+            std = _finite(float(torch.tensor(known, dtype=torch.float64).std())) if len(set(known)) > 1 else 0.0
         samples = [self.sources[position] for position in part]
         indices = [whole_number(sample.get("group_index")) for sample in samples]
         prompts = len(set(indices)) if None not in indices else None
-        ids = executions(samples)
-        return Group(tuple(part), len({one for one in ids if one is not None}) + ids.count(None), mean, std, prompts)
+        return Group(tuple(part), n_executions(samples), mean, std, prompts)
 
     # --- rewards ---
 
     def _rewards(self) -> None:
-        stored = {
-            one.position: value
-            for one in self.pair.joined.pairs
-            if (value := number(one.train.get("rewards"))) is not None
-        }
+        numbers = {one.position: number(one.train.get("rewards")) for one in self.pair.joined.pairs}
+        stored = {position: value for position, value in numbers.items() if value is not None}
         if self.arguments.get("custom_reward_post_process_path"):
             self.unchecked["rewards"] = "the run has a reward post-processing function of its own"
         elif self.estimator is None:
@@ -208,24 +203,22 @@ class _Auditor:
             if self.misrewarded:
                 self._explain_rewards(stored, expected)
 
-    def _normalized(self, baseline: Baseline | None, *, by_std: bool | None = None) -> list[float]:
+    def _normalized(self, baseline: Baseline | None) -> list[float]:
         """Every sample's reward as slime normalises it over these groups; raw without groups."""
         rewards = torch.tensor([math.nan if one is None else one for one in self.raw], dtype=torch.float32)
-        if baseline is None:
-            return [float(one) for one in rewards]
-        if by_std is None:
-            by_std = self.estimator != "reinforce_plus_plus_baseline" and truth(
-                self.arguments.get("grpo_std_normalization", True)
-            )
+        by_std = self.estimator != "reinforce_plus_plus_baseline" and truth(
+            self.arguments.get("grpo_std_normalization", True)
+        )
         found = rewards.clone()
-        for part in baseline.groups:
+        for part in baseline.groups if baseline is not None else ():
             chosen = rewards[list(part)]
             centred = chosen - chosen.mean()
             if by_std:
                 spread = centred.std() if len(part) > 1 else torch.tensor(math.nan)
                 centred = centred / (spread + _STD_EPSILON)
             found[list(part)] = centred
-        return [float(one) for one in found]
+        numbers: list[float] = found.tolist()
+        return numbers
 
     def _explain_rewards(self, stored: Mapping[int, float], expected: Sequence[float]) -> None:
         differences = [abs(stored[at] - expected[at]) for at in self.misrewarded]
@@ -296,7 +289,6 @@ class _Auditor:
         several = {one: at for one, at in members.items() if len(at) > 1}
         if not several or any(reward is None for reward in self.raw):
             return
-        positions = [position for at in several.values() for position in at]
         for part in self.baseline.groups if self.baseline is not None else ():
             inside = [at for at in several.values() if len(set(at) & set(part)) > 1]
             by_sample = _mean([self.raw[position] for position in part])
@@ -314,21 +306,22 @@ class _Auditor:
                     baseline=by_sample,
                     baseline_by_execution=by_execution,
                 )
-        trained = [one for one in self.pair.joined.pairs if one.position in set(positions)]
+        positions = {position for at in several.values() for position in at}
+        trained = [one for one in self.pair.joined.pairs if one.position in positions]
         summed = any(name in one.train for one in trained for name in ("rollout_mask_sums", "group_mask_sums"))
         if trained and not summed and not truth(self.arguments.get("calculate_per_token_loss")):
             self._add(
                 "siblings-overweighted",
                 f"{len(several)} executions have several samples, and this release's loss takes the mean of each "
                 "sample: an execution weighs as many times as it has samples",
-                positions,
+                sorted(positions),
                 n_executions=float(len(several)),
             )
 
     # --- advantages ---
 
     def _recomputed(self) -> None:
-        worked = _Worked.of(self.pair.joined.pairs, self.arguments, self.pair)
+        worked = _Worked.of(self.pair, self.arguments)
         self.unchecked |= worked.unchecked
         for name in ("kl", "returns", "advantages"):
             values = worked.fields.get(name)
@@ -386,7 +379,7 @@ class _Auditor:
     def _not_finite(self) -> None:
         alone: list[int] = []
         other: list[int] = []
-        singles = {part[0] for part in self._parts() if len(part) == 1}
+        singles = {part[0] for part in self.parts if len(part) == 1}
         for one in self.pair.joined.pairs:
             values = _floats(one.train.get("advantages"))
             if values is None or bool(values[_mask(one, len(values))].isfinite().all()):
@@ -421,15 +414,15 @@ class _Auditor:
         unearned: list[int] = []
         ignored: list[int] = []
         for part in self.baseline.groups:
-            rewards = [reward for position in part if (reward := self.raw[position]) is not None]
-            if len(part) < 2 or len(rewards) < len(part):
+            rewards = self._known_rewards(part)
+            if len(rewards) < 2:
                 continue
             # Equal rewards still differ from their float32 mean by a rounding, which the division blows up.
             rounding = 2.0**-23 * max(map(abs, rewards)) / _STD_EPSILON + _CLOSE
             mean = _mean(rewards)
-            for position in part:
-                size, reward = sizes.get(position), self.raw[position]
-                if size is None or reward is None or position in self.misrewarded:
+            for position, reward in zip(part, rewards, strict=True):
+                size = sizes.get(position)
+                if size is None or position in self.misrewarded:
                     continue
                 if len(set(rewards)) == 1 and size > rounding:
                     unearned.append(position)
@@ -450,19 +443,15 @@ class _Auditor:
 
     def _truncated(self) -> None:
         above: list[int] = []
-        for part in self._parts():
-            rewards = [self.raw[position] for position in part]
-            if any(reward is None for reward in rewards) or len(part) < 2:
+        for part in self.parts:
+            rewards = self._known_rewards(part)
+            if len(rewards) < 2:
                 continue
-            mean = _mean(rewards)
+            highest = _mean(rewards) + _CLOSE
             for position, reward in zip(part, rewards, strict=True):
-                cut = str(self.sources[position].get("status", "")).rpartition(".")[2].lower() == "truncated"
-                if (
-                    cut
-                    and reward is not None
-                    and reward > mean + _CLOSE
-                    and not truth(self.sources[position].get("remove_sample"))
-                ):
+                sample = self.sources[position]
+                cut = str(sample.get("status", "")).rpartition(".")[2].lower() == "truncated"
+                if cut and reward > highest and not truth(sample.get("remove_sample")):
                     above.append(position)
         self._add(
             "truncated-rewarded",
@@ -511,7 +500,8 @@ class _Worked:
     older: Mapping[str, Mapping[int, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, pairs: Sequence[Pair], arguments: Mapping[str, Any], whole: ReadPair) -> _Worked:
+    def of(cls, whole: ReadPair, arguments: Mapping[str, Any]) -> _Worked:
+        pairs = whole.joined.pairs
         why = _why_not(pairs, arguments)
         if why is not None:
             return cls({}, {"advantages": why})

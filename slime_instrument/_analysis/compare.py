@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -22,16 +21,14 @@ from slime_instrument._analysis.metrics import (
     per_sample,
     worst_tokens,
 )
-from slime_instrument._analysis.read_pair import ReadPair
+from slime_instrument._analysis.pair import PathLike, ReadPair, joined_pair, read_train
 from slime_instrument._analysis.table import TokenTable, tabulate
 from slime_instrument._analysis.verdict import Verdict, judge
 from slime_instrument._errors import DumpFormatError, five_parts
-from slime_instrument._format.dumps import RolloutDump, TrainDump, read_rollout_dump, read_train_dump
-from slime_instrument._format.join import Join, join
+from slime_instrument._format.dumps import RolloutDump, TrainDump, read_rollout_dump
+from slime_instrument._format.join import Join
 from slime_instrument._format.references import count_references
 from slime_instrument._format.values import plain_value
-
-PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -94,8 +91,7 @@ class Comparison:
     @property
     def rollout_id(self) -> int | None:
         """Of the train dump, else of the rollout dump."""
-        own = self.train_dump.rollout_id
-        return self.rollout_dump.rollout_id if own is None else own
+        return self.pair.rollout_id
 
     @property
     def n_train(self) -> int:
@@ -120,7 +116,7 @@ class Comparison:
     @property
     def pair(self) -> ReadPair:
         """Both sides, as every other analysis takes them."""
-        return ReadPair(self.rollout_dump, self.train_dump, self.joined, self.train_dump.provenance)
+        return ReadPair(self.rollout_dump, self.train_dump, self.joined)
 
     def value(self, name: str) -> float | None:
         """A metric or count by its dotted name, for thresholds; infinite where it exceeds what a float holds.
@@ -196,14 +192,11 @@ def compare(
         source = read_rollout_dump(source, allow_pickle=allow_pickle, compact=True)
         ours.append(source)
     if not isinstance(trained, TrainDump):
-        trained = read_train_dump(trained)
+        trained = read_train(trained)
         ours.append(trained)
-    warnings: list[str] = []
-    if trained.kind == "train-rank":
-        from slime_instrument._convert import convert_dump
-
-        converted = convert_dump(trained, rollout=source)
-        trained, warnings = converted.dump, list(converted.warnings)
+    pair = joined_pair(source, trained)
+    trained, joined = pair.train, pair.joined
+    warnings = list(pair.warnings)
     ids = (source.rollout_id, trained.rollout_id)
     if None not in ids and ids[0] != ids[1]:
         warnings.append(f"{source.path} is of rollout {ids[0]}, but {Path(trained.path)} of rollout {ids[1]}")
@@ -213,7 +206,6 @@ def compare(
             warnings.append(f"{one.path} has {references}; they are not needed here")
     if field != "log_probs" and trained.samples and not any(field in sample for sample in trained.samples):
         raise DumpFormatError(_no_such_field(trained, field))
-    joined = join(source, trained)
     _give_back(ours)
     table = tabulate(joined.pairs, train_field=field)
     _give_back(ours)

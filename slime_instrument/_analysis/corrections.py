@@ -11,6 +11,7 @@ In this module π are training's log-probs before the update, μ the engine's, �
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -150,8 +151,7 @@ def _outcome(
     kept = weight != 0
     if rejected is not None:
         kept = kept & ~rejected
-    nowhere = torch.zeros_like(kept)
-    return Outcome(weight, kept, nowhere if clipped is None else clipped & kept, dict(reported or {}))
+    return Outcome(weight, kept, torch.zeros_like(kept) if clipped is None else clipped & kept, reported or {})
 
 
 def _within(values: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
@@ -203,14 +203,14 @@ def plain_ratio(batch: Batch) -> Outcome:
 # --- slime ---
 
 
-def slime_tis(batch: Batch, *, tis_clip: float, tis_clip_low: float) -> Outcome:
+def slime_tis(batch: Batch, *, tis_clip: float = 2.0, tis_clip_low: float = 0.0) -> Outcome:
     """slime's ``--use-tis``: r clamped to its two bounds."""
     ratio = batch.delta.exp()
     weight = ratio.clamp(min=tis_clip_low, max=tis_clip)
     return _outcome(weight, clipped=weight != ratio, reported=_slime_reports(batch, ratio, weight))
 
 
-def slime_icepop(batch: Batch, *, tis_clip: float, tis_clip_low: float) -> Outcome:
+def slime_icepop(batch: Batch, *, tis_clip: float = 2.0, tis_clip_low: float = 0.0) -> Outcome:
     """slime's IcePop function: r between the bounds, else 0."""
     ratio = batch.delta.exp()
     weight = ratio.masked_fill(~_within(ratio, tis_clip_low, tis_clip), 0.0)
@@ -226,7 +226,7 @@ def _slime_reports(batch: Batch, ratio: torch.Tensor, weight: torch.Tensor) -> d
     }
 
 
-def slime_opsm(batch: Batch, *, opsm_delta: float) -> Outcome:
+def slime_opsm(batch: Batch, *, opsm_delta: float = 1e-4) -> Outcome:
     """slime's ``--use-opsm`` with ``--use-rollout-logprobs``: tokens with a negative advantage go where the sequence's
     mean of log μ - log π is above the threshold. (Without that flag slime measures how far training moved within the
     rollout, which is 0 at its first step.)"""
@@ -239,16 +239,16 @@ def slime_opsm(batch: Batch, *, opsm_delta: float) -> Outcome:
 def mis(
     batch: Batch,
     *,
-    tis_level: str,
-    tis_mode: str,
-    tis_lower_bound: float | None,
-    tis_upper_bound: float,
-    tis_batch_normalize: bool,
-    use_rs: bool,
-    rs_level: str,
-    rs_lower_bound: float | None,
-    rs_upper_bound: float | None,
-    rs_veto_threshold: float | None,
+    tis_level: str = "token",
+    tis_mode: str = "truncate",
+    tis_lower_bound: float | None = 0.5,
+    tis_upper_bound: float = 2.0,
+    tis_batch_normalize: bool = True,
+    use_rs: bool = True,
+    rs_level: str = "token",
+    rs_lower_bound: float | None = None,
+    rs_upper_bound: float | None = None,
+    rs_veto_threshold: float | None = 1e-4,
 ) -> Outcome:
     """``mis.py`` of slime's and miles' examples: weights by level and mode, rejection, veto, batch normalisation.
 
@@ -300,11 +300,11 @@ def mis(
 def verl(
     batch: Batch,
     *,
-    rollout_is: str | None,
-    rollout_is_threshold: float | str,
-    rollout_is_batch_normalize: bool,
-    rollout_rs: str | None,
-    rollout_rs_threshold: float | str | None,
+    rollout_is: str | None = None,
+    rollout_is_threshold: float | str = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: float | str | None = None,
 ) -> Outcome:
     """verl's ``rollout_correction``: importance weights, then rejection by any number of divergences.
 
@@ -410,10 +410,10 @@ def _verl_divergence(batch: Batch, option: str) -> torch.Tensor:
 def nemo_rl(
     batch: Batch,
     *,
-    truncated_importance_sampling_type: str | None,
-    truncated_importance_sampling_ratio: float,
-    truncated_importance_sampling_ratio_min: float | None,
-    sequence_level_importance_ratios: bool,
+    truncated_importance_sampling_type: str | None = None,
+    truncated_importance_sampling_ratio: float = 2.0,
+    truncated_importance_sampling_ratio_min: float | None = None,
+    sequence_level_importance_ratios: bool = False,
 ) -> Outcome:
     """NeMo-RL's ``use_importance_sampling_correction``. A weight that overflows or is NaN becomes 0, not the bound."""
     kind, high = truncated_importance_sampling_type, truncated_importance_sampling_ratio
@@ -448,7 +448,7 @@ def nemo_rl(
 # --- prime-rl ---
 
 
-def prime_rl_dppo(batch: Batch, *, dppo_mask_high: float, dppo_mask_low: float) -> Outcome:
+def prime_rl_dppo(batch: Batch, *, dppo_mask_high: float = 0.2, dppo_mask_low: float = 0.2) -> Outcome:
     """prime-rl's default loss: weight r; a token goes whose probability already moved too far in the direction that
     its advantage pushes. An advantage of 0 counts as negative."""
     assert batch.advantages is not None
@@ -464,7 +464,7 @@ def prime_rl_dppo(batch: Batch, *, dppo_mask_high: float, dppo_mask_low: float) 
     return _outcome(batch.delta.exp(), rejected=rejected, reported=reported)
 
 
-def prime_rl_ipo(batch: Batch, *, ipo_threshold: float) -> Outcome:
+def prime_rl_ipo(batch: Batch, *, ipo_threshold: float = 0.1) -> Outcome:
     """prime-rl's IPO loss: weight r; a token goes whose probability moved by more than the threshold, either way."""
     rejected = (batch.train.exp() - batch.rollout.exp()).abs() > ipo_threshold
     return _outcome(batch.delta.exp(), rejected=rejected, reported={"is_masked": batch.mean(rejected.double())})
@@ -476,13 +476,13 @@ def prime_rl_ipo(batch: Batch, *, ipo_threshold: float) -> Outcome:
 def roll(
     batch: Batch,
     *,
-    weight_type: str | None,
-    upper_bound: float | None,
-    agg_type: str | None,
-    ratio_low: float | None,
-    ratio_high: float | None,
-    diff_low: float | None,
-    diff_high: float | None,
+    weight_type: str | None = None,
+    upper_bound: float | None = 1.2,
+    agg_type: str | None = None,
+    ratio_low: float | None = 0.8,
+    ratio_high: float | None = 1.2,
+    diff_low: float | None = None,
+    diff_high: float | None = None,
 ) -> Outcome:
     """ROLL's ``train_infer_correction``: one weight, one filter by ratio or difference of probabilities. No exponent is
     clamped: a sequence's ratio may overflow, and then it is the upper bound."""
@@ -541,9 +541,9 @@ def _roll_segments(batch: Batch, values: torch.Tensor) -> torch.Tensor:
 def trl(
     batch: Batch,
     *,
-    vllm_importance_sampling_mode: str,
-    vllm_importance_sampling_clip_max: float | None,
-    vllm_importance_sampling_clip_min: float | None,
+    vllm_importance_sampling_mode: str = "sequence_mask",
+    vllm_importance_sampling_clip_max: float | None = 3.0,
+    vllm_importance_sampling_clip_min: float | None = None,
 ) -> Outcome:
     """TRL's ``vllm_importance_sampling_correction``."""
     mode = vllm_importance_sampling_mode
@@ -593,18 +593,18 @@ def _outside(values: torch.Tensor, low: float | None, high: float | None) -> tor
 def skyrl(
     batch: Batch,
     *,
-    tis_ratio_type: str | None,
-    token_tis_ratio_clip_high: float,
-    sequence_tis_ratio_clip_high: float,
-    sequence_mask_metric: str | None,
-    geo_mask_low: float,
-    geo_mask_high: float,
-    product_mask_low: float,
-    product_mask_high: float,
-    outlier_token_is_threshold_low: float | None,
-    outlier_token_is_threshold_high: float | None,
-    token_mask_is_threshold_low: float | None,
-    token_mask_is_threshold_high: float | None,
+    tis_ratio_type: str | None = None,
+    token_tis_ratio_clip_high: float = 2.0,
+    sequence_tis_ratio_clip_high: float = 5.0,
+    sequence_mask_metric: str | None = None,
+    geo_mask_low: float = 0.99,
+    geo_mask_high: float = 1.01,
+    product_mask_low: float = 0.5,
+    product_mask_high: float = 2.0,
+    outlier_token_is_threshold_low: float | None = None,
+    outlier_token_is_threshold_high: float | None = None,
+    token_mask_is_threshold_low: float | None = None,
+    token_mask_is_threshold_high: float | None = None,
 ) -> Outcome:
     """SkyRL's ``off_policy_correction``. What one filter takes out is not in the sums of the next."""
     _one_of("tis_ratio_type", tis_ratio_type, (None, "token", "sequence"))
@@ -633,7 +633,9 @@ def skyrl(
     return _outcome(weight, clipped=clipped, rejected=~left.mask)
 
 
-def openrlhf(batch: Batch, *, vllm_is_correction_type: str, low_threshold: float, high_threshold: float) -> Outcome:
+def openrlhf(
+    batch: Batch, *, vllm_is_correction_type: str = "tis", low_threshold: float = 0.5, high_threshold: float = 5.0
+) -> Outcome:
     """OpenRLHF's ``enable_vllm_is_correction``. seq-mask-tis masks by the geometric mean and bounds no weight."""
     _one_of("vllm_is_correction_type", vllm_is_correction_type, ("tis", "icepop", "seq-mask-tis"))
     ratio = batch.delta.exp()
@@ -647,7 +649,14 @@ def openrlhf(batch: Batch, *, vllm_is_correction_type: str, low_threshold: float
 
 
 def areal(
-    batch: Batch, *, level: str, action: str, metric: str, agg: str, upper: float, lower: float | None
+    batch: Batch,
+    *,
+    level: str = "token",
+    action: str = "mask",
+    metric: str = "ratio",
+    agg: str = "mean",
+    upper: float = 5.0,
+    lower: float | None = None,
 ) -> Outcome:
     """AReaL's ``rejection_sampling``. A δ that is not finite counts as 0; a sequence's ratio is its geometric mean."""
     _one_of("level", level, ("token", "sequence"))
@@ -684,123 +693,71 @@ def areal(
 
 # --- presets ---
 
-_VERL: dict[str, Value] = {
-    "rollout_is": None,
-    "rollout_is_threshold": 2.0,
-    "rollout_is_batch_normalize": False,
-    "rollout_rs": None,
-    "rollout_rs_threshold": None,
-}
-_NEMO: dict[str, Value] = {
-    "truncated_importance_sampling_type": None,
-    "truncated_importance_sampling_ratio": 2.0,
-    "truncated_importance_sampling_ratio_min": None,
-    "sequence_level_importance_ratios": False,
-}
-_MIS: dict[str, Value] = {
-    "tis_level": "token",
-    "tis_mode": "truncate",
-    "tis_lower_bound": 0.5,
-    "tis_upper_bound": 2.0,
-    "tis_batch_normalize": True,
-    "use_rs": True,
-    "rs_level": "token",
-    "rs_lower_bound": None,
-    "rs_upper_bound": None,
-    "rs_veto_threshold": 1e-4,
-}
-_ROLL: dict[str, Value] = {
-    "weight_type": None,
-    "upper_bound": 1.2,
-    "agg_type": None,
-    "ratio_low": 0.8,
-    "ratio_high": 1.2,
-    "diff_low": None,
-    "diff_high": None,
-}
-_SKYRL: dict[str, Value] = {
-    "tis_ratio_type": None,
-    "token_tis_ratio_clip_high": 2.0,
-    "sequence_tis_ratio_clip_high": 5.0,
-    "sequence_mask_metric": None,
-    "geo_mask_low": 0.99,
-    "geo_mask_high": 1.01,
-    "product_mask_low": 0.5,
-    "product_mask_high": 2.0,
-    "outlier_token_is_threshold_low": None,
-    "outlier_token_is_threshold_high": None,
-    "token_mask_is_threshold_low": None,
-    "token_mask_is_threshold_high": None,
-}
-_AREAL: dict[str, Value] = {
-    "level": "token", "action": "mask", "metric": "ratio", "agg": "mean", "upper": 5.0, "lower": None,
-}  # fmt: skip
-_OPENRLHF: dict[str, Value] = {"vllm_is_correction_type": "tis", "low_threshold": 0.5, "high_threshold": 5.0}
-_TRL: dict[str, Value] = {
-    "vllm_importance_sampling_mode": "sequence_mask",
-    "vllm_importance_sampling_clip_max": 3.0,
-    "vllm_importance_sampling_clip_min": None,
-}
+
+def _preset(
+    name: str,
+    framework: str,
+    rule: Rule,
+    *,
+    on_by_default: bool = False,
+    needs_advantages: bool = False,
+    **changed: Value,
+) -> Policy:
+    """The rule with its defaults, save those of its parameters that are ``changed``."""
+    keywords = inspect.signature(rule).parameters.values()
+    defaults = {one.name: one.default for one in keywords if one.kind is one.KEYWORD_ONLY}
+    return Policy(name, framework, rule, {**defaults, **changed}, on_by_default, needs_advantages)
 
 
-def _with(defaults: Mapping[str, Value], **changed: Value) -> dict[str, Value]:
-    return {**defaults, **changed}
-
-
-def _nemo(kind: str, low: float, high: float) -> dict[str, Value]:
-    return _with(
-        _NEMO,
+def _nemo_rl(name: str, kind: str, low: float, high: float) -> Policy:
+    return _preset(
+        name,
+        "NeMo-RL",
+        nemo_rl,
         truncated_importance_sampling_type=kind,
         truncated_importance_sampling_ratio=high,
         truncated_importance_sampling_ratio_min=low,
     )
 
 
-def _verl_rs(option: str, threshold: float | str, level: str | None = None) -> dict[str, Value]:
-    return _with(_VERL, rollout_is=level, rollout_rs=option, rollout_rs_threshold=threshold)
+def _verl_rs(name: str, option: str, threshold: float | str, level: str | None = None) -> Policy:
+    return _preset(name, "verl", verl, rollout_is=level, rollout_rs=option, rollout_rs_threshold=threshold)
 
 
 PRESETS: dict[str, Policy] = {
     policy.name: policy
     for policy in (
-        Policy("none", "–", unchanged, {}),
-        Policy("ratio", "–", plain_ratio, {}),
-        Policy("slime-tis", "slime", slime_tis, {"tis_clip": 2.0, "tis_clip_low": 0.0}),
-        Policy("slime-icepop", "slime", slime_icepop, {"tis_clip": 2.0, "tis_clip_low": 0.0}),
-        Policy("slime-opsm", "slime", slime_opsm, {"opsm_delta": 1e-4}, needs_advantages=True),
-        Policy("mis", "slime, miles", mis, _MIS),
-        Policy("verl-token-tis", "verl", verl, _with(_VERL, rollout_is="token")),
-        Policy("verl-seq-tis", "verl", verl, _with(_VERL, rollout_is="sequence")),
-        Policy("verl-icepop", "verl", verl, _with(_VERL, rollout_is="token", rollout_is_threshold="0.5_5.0")),
-        Policy("verl-seq-tis-rs", "verl", verl, _verl_rs("seq_sum_k1", "0.5_2.0", "sequence")),
-        Policy("verl-geo-rs", "verl", verl, _verl_rs("seq_mean_k1", "0.999_1.001")),
-        Policy("verl-k3-rs", "verl", verl, _verl_rs("seq_mean_k3", 0.01)),
-        Policy("nemo-rl-tis", "NeMo-RL", nemo_rl, _nemo("tis", 0.0, 2.0)),
-        Policy("nemo-rl-icepop", "NeMo-RL", nemo_rl, _nemo("icepop", 0.5, 5.0)),
-        Policy("nemo-rl-seq-mask-tis", "NeMo-RL", nemo_rl, _nemo("seq-mask-tis", 0.999, 1.002)),
-        Policy(
-            "prime-rl-dppo",
-            "prime-rl",
-            prime_rl_dppo,
-            {"dppo_mask_high": 0.2, "dppo_mask_low": 0.2},
-            on_by_default=True,
-            needs_advantages=True,
-        ),
-        Policy("prime-rl-ipo", "prime-rl", prime_rl_ipo, {"ipo_threshold": 0.1}),
-        Policy("roll-weight", "ROLL", roll, _with(_ROLL, weight_type="token")),
-        Policy("roll-filter", "ROLL", roll, _with(_ROLL, agg_type="token")),
-        Policy("trl", "TRL", trl, _TRL, on_by_default=True),
-        Policy("skyrl-token-tis", "SkyRL", skyrl, _with(_SKYRL, tis_ratio_type="token")),
-        Policy("skyrl-seq-tis", "SkyRL", skyrl, _with(_SKYRL, tis_ratio_type="sequence")),
-        Policy("skyrl-geo-mask", "SkyRL", skyrl, _with(_SKYRL, sequence_mask_metric="geometric")),
-        Policy("openrlhf-tis", "OpenRLHF", openrlhf, _OPENRLHF),
-        Policy("openrlhf-icepop", "OpenRLHF", openrlhf, _with(_OPENRLHF, vllm_is_correction_type="icepop")),
-        Policy("openrlhf-seq-mask-tis", "OpenRLHF", openrlhf, _with(_OPENRLHF, vllm_is_correction_type="seq-mask-tis")),
-        Policy("areal", "AReaL", areal, _AREAL),
+        _preset("none", "–", unchanged),
+        _preset("ratio", "–", plain_ratio),
+        _preset("slime-tis", "slime", slime_tis),
+        _preset("slime-icepop", "slime", slime_icepop),
+        _preset("slime-opsm", "slime", slime_opsm, needs_advantages=True),
+        _preset("mis", "slime, miles", mis),
+        _preset("verl-token-tis", "verl", verl, rollout_is="token"),
+        _preset("verl-seq-tis", "verl", verl, rollout_is="sequence"),
+        _preset("verl-icepop", "verl", verl, rollout_is="token", rollout_is_threshold="0.5_5.0"),
+        _verl_rs("verl-seq-tis-rs", "seq_sum_k1", "0.5_2.0", "sequence"),
+        _verl_rs("verl-geo-rs", "seq_mean_k1", "0.999_1.001"),
+        _verl_rs("verl-k3-rs", "seq_mean_k3", 0.01),
+        _nemo_rl("nemo-rl-tis", "tis", 0.0, 2.0),
+        _nemo_rl("nemo-rl-icepop", "icepop", 0.5, 5.0),
+        _nemo_rl("nemo-rl-seq-mask-tis", "seq-mask-tis", 0.999, 1.002),
+        _preset("prime-rl-dppo", "prime-rl", prime_rl_dppo, on_by_default=True, needs_advantages=True),
+        _preset("prime-rl-ipo", "prime-rl", prime_rl_ipo),
+        _preset("roll-weight", "ROLL", roll, weight_type="token"),
+        _preset("roll-filter", "ROLL", roll, agg_type="token"),
+        _preset("trl", "TRL", trl, on_by_default=True),
+        _preset("skyrl-token-tis", "SkyRL", skyrl, tis_ratio_type="token"),
+        _preset("skyrl-seq-tis", "SkyRL", skyrl, tis_ratio_type="sequence"),
+        _preset("skyrl-geo-mask", "SkyRL", skyrl, sequence_mask_metric="geometric"),
+        _preset("openrlhf-tis", "OpenRLHF", openrlhf),
+        _preset("openrlhf-icepop", "OpenRLHF", openrlhf, vllm_is_correction_type="icepop"),
+        _preset("openrlhf-seq-mask-tis", "OpenRLHF", openrlhf, vllm_is_correction_type="seq-mask-tis"),
+        _preset("areal", "AReaL", areal),
     )
 }
-"""Every preset by its name. Parameters are the framework's defaults; where it has none for a kind of correction, those
-that its own documentation or configuration recommends."""
+"""Every preset by its name. A rule's own defaults are its framework's, where that has any; a preset changes what turns
+the correction on, to what the framework's documentation or configuration recommends."""
 
 
 def parse_policy(text: str) -> Policy:

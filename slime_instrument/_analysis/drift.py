@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -48,18 +48,15 @@ class Drift:
     def as_dict(self) -> dict[str, list[dict[str, Any]]]:
         """As ``--json`` has it."""
         upper = dict(itertools.pairwise((None, *LOG_PROB_EDGES, None)))
-
-        def rows(name: str, groups: tuple[Group, ...]) -> list[dict[str, Any]]:
-            return [{name: one.key, **{k: v for k, v in asdict(one).items() if k != "key"}} for one in groups]
-
-        bins = rows("from", self.log_prob)
-        return {
-            "decile": rows("decile", self.decile),
-            "turn": rows("turn", self.turn),
-            "log_prob": [{"from": row.pop("from"), "to": upper[one.key], **row}
-                         for one, row in zip(self.log_prob, bins, strict=True)],
-            "staleness": rows("staleness", self.staleness),
-        }  # fmt: skip
+        named: dict[str, list[dict[str, Any]]] = {}
+        for what in fields(self):
+            named[what.name] = rows = []
+            for one in getattr(self, what.name):
+                values = asdict(one)
+                key = values.pop("key")
+                bounds = {"from": key, "to": upper[key]} if what.name == "log_prob" else {what.name: key}
+                rows.append({**bounds, **values})
+        return named
 
 
 class _Groups:
@@ -76,7 +73,7 @@ class _Groups:
         )
 
 
-class DriftFamilies:
+class DriftSums:
     """Adds up the groups of :class:`Drift` block by block."""
 
     def __init__(self, table: TokenTable, trainer_version: int | None) -> None:
@@ -85,11 +82,10 @@ class DriftFamilies:
         self._log_probs = _Groups([None, *LOG_PROB_EDGES])
 
     def add(self, block: Block) -> None:
-        """Take up the comparable tokens of some pairs."""
+        """Take up a block that has comparable tokens."""
         self._add_deciles(block)
-        if len(block):
-            self._add_turns(block)
-            self._add_log_probs(block)
+        self._add_turns(block)
+        self._add_log_probs(block)
 
     def result(self) -> Drift:
         # All tokens of a pair have one age, and the sums of the pairs are the table's.
@@ -107,9 +103,8 @@ class DriftFamilies:
         ends = (lengths * torch.arange(1, 11) + 9) // 10 + (block.lengths.cumsum(0).unsqueeze(1) - lengths)
         counts = block.counts_between(ends)
         groups.counts += counts.sum(0)
-        if len(block):
-            groups.signed += block.sums(block.delta, counts).sum(0)
-            groups.size += block.sums(block.size, counts).sum(0)
+        groups.signed += block.sums(block.delta, counts).sum(0)
+        groups.size += block.sums(block.size, counts).sum(0)
 
     def _add_turns(self, block: Block) -> None:
         groups = self._turns
@@ -171,11 +166,6 @@ def staleness_of(table: TokenTable, trainer_version: int | None = None) -> list[
 
 def known_versions(sample: Mapping[str, Any]) -> list[int]:
     """The weight versions of a rollout sample that are whole numbers; engines write them as strings."""
-    numbers = map(_version, as_list(sample.get("weight_versions")) or ())
+    stored = as_list(sample.get("weight_versions")) or ()
+    numbers = (whole_number_in(value) if isinstance(value, str) else whole_number(value) for value in stored)
     return [number for number in numbers if number is not None]
-
-
-def _version(value: Any) -> int | None:
-    if isinstance(value, str):
-        return whole_number_in(value)
-    return whole_number(value)

@@ -1,4 +1,4 @@
-"""Mismatch metrics of one pair of dumps: what is measured, and the families that measure it block by block.
+"""Mismatch metrics of one pair of dumps: what is measured, and the sums that it is made of, added up block by block.
 
 δ = log π (train) - log μ (rollout) at the comparable tokens, r = exp δ. A value is None, never 0.0 or NaN, where there
 is nothing to measure, and infinite where it exceeds what a float holds (JSON has null for that, and the metric's name
@@ -10,20 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from slime_instrument._analysis.blocks import Block
-from slime_instrument._analysis.drift import Drift, DriftFamilies
+from slime_instrument._analysis.drift import Drift, DriftSums
 from slime_instrument._analysis.statistics import percentiles
 from slime_instrument._analysis.table import KINDS, TokenTable
 from slime_instrument._format.schedule import group_of
 from slime_instrument._format.values import integers, number, plain_value
 from slime_instrument._thresholds import METRICS
-
-MULT_PROB_ERROR_ALARM = 1.05
-"""Above this ``token_mult_prob_error`` is worth an alarm."""
 
 _CLAMP = 20.0  # of the exponent of a sequence ratio, as in slime
 
@@ -101,7 +98,7 @@ class Veto:
     dropped_fraction: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Metrics:
     """Every metric of one pair of dumps.
 
@@ -122,23 +119,23 @@ class Metrics:
     """
 
     n_tokens: int
-    abs_diff: AbsDiff
-    prob_diff: ProbDiff
-    ess: float | None
-    k1: float | None
-    k2: float | None
-    k3: float | None
-    token_mult_prob_error: float | None
-    chi2_token: float | None
-    chi2_seq: float | None
-    train_rollout_logprob_abs_diff: float | None
-    seq_ratio: float | None
-    geo_ratio: float | None
-    ppl_ratio: float | None
-    tis: Tis | None
-    icepop: IcePop | None
-    geo_rs: GeoRejection | None
-    veto: Veto | None
+    abs_diff: AbsDiff = AbsDiff()
+    prob_diff: ProbDiff = ProbDiff()
+    ess: float | None = None
+    k1: float | None = None
+    k2: float | None = None
+    k3: float | None = None
+    token_mult_prob_error: float | None = None
+    chi2_token: float | None = None
+    chi2_seq: float | None = None
+    train_rollout_logprob_abs_diff: float | None = None
+    seq_ratio: float | None = None
+    geo_ratio: float | None = None
+    ppl_ratio: float | None = None
+    tis: Tis | None = None
+    icepop: IcePop | None = None
+    geo_rs: GeoRejection | None = None
+    veto: Veto | None = None
     excluded: Mapping[str, int]
     drift: Drift
 
@@ -178,13 +175,6 @@ class Metrics:
         return {**record, "drift": self.drift.as_dict(), "overflowed": self.overflowed()}
 
 
-class Family(Protocol):
-    """Metrics that are made of the same sums."""
-
-    def add(self, block: Block) -> None:
-        """Take up the comparable tokens of some pairs."""
-
-
 def measure(table: TokenTable, limits: Limits | None = None, *, trainer_version: int | None = None) -> Metrics:
     """Every metric of one pair of dumps.
 
@@ -193,44 +183,41 @@ def measure(table: TokenTable, limits: Limits | None = None, *, trainer_version:
         limits: parameters of the corrections.
         trainer_version: number of the weights that training started from, where the train dump knows it.
     """
-    sizes, probs, sums, ess = _Sizes(table), _Probabilities(), _Divergences(), _EffectiveSize()
-    weights = _Weights(table, limits or Limits())
-    drift = DriftFamilies(table, trainer_version)
-    families: tuple[Family, ...] = (sizes, probs, sums, ess, weights, drift)
-    for block in table.blocks():
-        for family in families:
-            family.add(block)
+    limits = limits or Limits()
+    sums, weights, drift = _Sums(), _Weights(limits, len(table.lengths)), DriftSums(table, trainer_version)
+    for block in filter(len, table.blocks()):
+        sums.add(block)
+        weights.add(block)
+        drift.add(block)
+    n, excluded = sums.n, table.excluded()
+    if not n:
+        return Metrics(n_tokens=0, excluded=excluded, drift=drift.result())
+    p50, p95, p99 = percentiles(table.size, (0.50, 0.95, 0.99))
     pairs = table.pair_sums
-    present, n = pairs.present, sums.n
-    k1 = k2 = k3 = error = chi2 = chi2_seq = seq = geo = ppl = None
-    if n:
-        k1, k2, k3 = (_value(total / n) for total in (-sums.signed, sums.squares / 2, sums.k3))
-        error, chi2 = _value(sums.error / n), _value(sums.chi2 / n)
-        counts, signed = pairs.counts[present], pairs.signed[present]
-        chi2_seq = _value(torch.expm1(2 * signed).mean())
-        seq = _value(signed.clamp(-_CLAMP, _CLAMP).exp().mean())
-        geo, ppl = _value((signed / counts).exp().mean()), _value((-signed / counts).exp().mean())
-    tis, icepop, geo_rs, veto = weights.results()
+    present = pairs.present
+    counts, signed = pairs.counts[present], pairs.signed[present]
+    geo = (signed / counts).exp()
+    outside = (geo < limits.geo[0]) | (geo > limits.geo[1])
     return Metrics(
         n_tokens=n,
-        abs_diff=sizes.result(),
-        prob_diff=probs.result(),
-        ess=ess.result(),
-        k1=k1,
-        k2=k2,
-        k3=k3,
-        token_mult_prob_error=error,
-        chi2_token=chi2,
-        chi2_seq=chi2_seq,
-        train_rollout_logprob_abs_diff=_as_slime_logs_it(table) if n else None,
-        seq_ratio=seq,
-        geo_ratio=geo,
-        ppl_ratio=ppl,
-        tis=tis,
-        icepop=icepop,
-        geo_rs=geo_rs,
-        veto=veto,
-        excluded=table.excluded(),
+        abs_diff=AbsDiff(sums.size / n, sums.largest, p50, p95, p99),
+        prob_diff=sums.prob_diff(),
+        ess=_value(sums.weight.square() / (n * sums.weight_squares)),
+        k1=_value(-sums.signed / n),
+        k2=_value(sums.squares / 2 / n),
+        k3=_value(sums.k3 / n),
+        token_mult_prob_error=_value(sums.error / n),
+        chi2_token=_value(sums.chi2 / n),
+        chi2_seq=_value(torch.expm1(2 * signed).mean()),
+        train_rollout_logprob_abs_diff=_as_slime_logs_it(table),
+        seq_ratio=_value(signed.clamp(-_CLAMP, _CLAMP).exp().mean()),
+        geo_ratio=_value(geo.mean()),
+        ppl_ratio=_value((-signed / counts).exp().mean()),
+        tis=Tis(limits.tis, *(_value(one / n) for one in (weights.truncated, weights.clipped, weights.off))),
+        icepop=IcePop(limits.icepop, _value(weights.kept / n), _value(weights.dropped / n)),
+        geo_rs=GeoRejection(limits.geo, _value(outside.double().mean())),
+        veto=Veto(limits.veto, _value(weights.vetoed[present].double().mean())),
+        excluded=excluded,
         drift=drift.result(),
     )
 
@@ -253,25 +240,6 @@ def _as_slime_logs_it(table: TokenTable) -> float:
     return total / len(executions)
 
 
-class _Sizes:
-    """Sums behind :class:`AbsDiff`."""
-
-    def __init__(self, table: TokenTable) -> None:
-        self.table, self.n, self.total, self.largest = table, 0, 0.0, 0.0
-
-    def add(self, block: Block) -> None:
-        if len(block):
-            self.n += len(block)
-            self.total += float(block.size.sum())
-            self.largest = max(self.largest, float(block.size.max()))
-
-    def result(self) -> AbsDiff:
-        if not self.n:
-            return AbsDiff()
-        p50, p95, p99 = percentiles(self.table.size, (0.50, 0.95, 0.99))
-        return AbsDiff(self.total / self.n, self.largest, p50, p95, p99)
-
-
 class _Moments:
     """Number, means, and sums of products of deviations from the means, of two variables, added up part by part."""
 
@@ -292,93 +260,71 @@ class _Moments:
         self.n += k
 
 
-class _Probabilities:
-    """Sums behind :class:`ProbDiff`."""
+class _Sums:
+    """What the distances and the estimates of divergences are made of, over all comparable tokens.
+
+    ``weight`` and ``weight_squares`` are Σr and Σr², both scaled so that the largest r is 1.
+    """
 
     def __init__(self) -> None:
-        self.both, self.sizes, self.largest = _Moments(), _Moments(), 0.0
+        self.n = 0
+        self.size = self.largest = self.largest_prob = 0.0
+        self.signed, self.squares, self.k3, self.error, self.chi2 = torch.zeros(5, dtype=torch.float64)
+        self.scale = -torch.inf
+        self.weight = self.weight_squares = torch.zeros((), dtype=torch.float64)
+        self.probs, self.prob_sizes = _Moments(), _Moments()
 
     def add(self, block: Block) -> None:
-        if not len(block):
-            return
-        both = torch.stack([block.train, block.rollout]).double().exp_()
-        size = (both[0] - both[1]).abs_()
+        """Take up a block that has comparable tokens."""
+        delta, size = block.delta, block.size
+        self.n += len(block)
+        self.size += float(size.sum())
         self.largest = max(self.largest, float(size.max()))
-        self.sizes.add(torch.stack([size, size]))
-        self.both.add(both)
+        self.signed += delta.sum()
+        self.squares += delta @ delta
+        # The ratio less 1: for small δ ratio - 1 and δ cancel.
+        self.k3 += (block.excess - delta).sum()
+        self.error += size.exp().sum()
+        self.chi2 += torch.expm1(2 * delta).sum()
+        self._add_weights(delta)
+        both = torch.stack([block.train, block.rollout]).double().exp_()
+        distance = (both[0] - both[1]).abs_()
+        self.largest_prob = max(self.largest_prob, float(distance.max()))
+        self.prob_sizes.add(torch.stack([distance, distance]))
+        self.probs.add(both)
 
-    def result(self) -> ProbDiff:
-        n = self.both.n
-        if not n:
-            return ProbDiff()
-        products = self.both.products
+    def _add_weights(self, delta: torch.Tensor) -> None:
+        # Scaling all weights alike changes no effective size and keeps the largest from overflowing.
+        scale = max(self.scale, float(delta.max()))
+        weight = (delta - scale).exp_()
+        shrunk = torch.tensor(self.scale - scale, dtype=torch.float64).exp()
+        self.weight = self.weight * shrunk + weight.sum()
+        self.weight_squares = self.weight_squares * shrunk.square() + weight @ weight
+        self.scale = scale
+
+    def prob_diff(self) -> ProbDiff:
+        products = self.probs.products
         scale = math.sqrt(max(0.0, float(products[0, 0]) * float(products[1, 1])))
         pearson = float(products[0, 1]) / scale if scale > 0 else math.nan
         return ProbDiff(
-            mean=_value(self.sizes.mean[0]),
-            max=_value(self.largest),
-            std=_value((self.sizes.products[0, 0] / n).sqrt()),
+            mean=_value(self.prob_sizes.mean[0]),
+            max=_value(self.largest_prob),
+            std=_value((self.prob_sizes.products[0, 0] / self.n).sqrt()),
             pearson=pearson if math.isfinite(pearson) else None,
         )
 
 
-class _Divergences:
-    """Sums over tokens that the estimates of divergences are made of."""
-
-    def __init__(self) -> None:
-        self.n = 0
-        self.signed, self.squares, self.k3, self.error, self.chi2 = torch.zeros(5, dtype=torch.float64)
-
-    def add(self, block: Block) -> None:
-        if not len(block):
-            return
-        delta, excess = block.delta, block.excess
-        self.n += len(block)
-        self.signed += delta.sum()
-        self.squares += delta @ delta
-        # The ratio less 1: for small δ ratio - 1 and δ cancel.
-        self.k3 += (excess - delta).sum()
-        self.error += block.size.exp().sum()
-        self.chi2 += torch.expm1(2 * delta).sum()
-
-
-class _EffectiveSize:
-    """Sums behind ``ess``."""
-
-    def __init__(self) -> None:
-        self.n = 0
-        self.scale = -torch.inf
-        self.total = self.squares = torch.zeros((), dtype=torch.float64)
-
-    def add(self, block: Block) -> None:
-        if not len(block):
-            return
-        # Scaling all weights alike changes nothing and keeps the largest from overflowing.
-        largest = float(block.delta.max())
-        scale = max(self.scale, largest)
-        weight = (block.delta - scale).exp_()
-        shrunk = torch.tensor(self.scale - scale, dtype=torch.float64).exp()
-        self.total = self.total * shrunk + weight.sum()
-        self.squares = self.squares * shrunk.square() + weight @ weight
-        self.scale, self.n = scale, self.n + len(block)
-
-    def result(self) -> float | None:
-        return _value(self.total.square() / (self.n * self.squares)) if self.n else None
-
-
 class _Weights:
-    """What the corrections would do: shares of tokens or sequences between 0 and 1."""
+    """What the corrections would do to tokens, as sums, and which pairs a veto would drop."""
 
-    def __init__(self, table: TokenTable, limits: Limits) -> None:
-        self.table, self.limits, self.n = table, limits, 0
-        self.vetoed = torch.zeros(len(table.lengths), dtype=torch.bool)
+    def __init__(self, limits: Limits, n_pairs: int) -> None:
+        self.limits = limits
+        self.vetoed = torch.zeros(n_pairs, dtype=torch.bool)
         self.truncated, self.clipped, self.off, self.kept, self.dropped = torch.zeros(5, dtype=torch.float64)
 
     def add(self, block: Block) -> None:
-        if not len(block):
-            return
+        """Take up a block that has comparable tokens."""
         rho, (low, high) = block.excess + 1, self.limits.icepop
-        self.n += len(block)
         self.truncated += rho.clamp(max=self.limits.tis).sum()
         self.clipped += (rho > self.limits.tis).sum()
         self.off += block.excess.abs().sum()
@@ -387,20 +333,6 @@ class _Weights:
         self.kept += rho.masked_fill(outside, 0.0).sum()
         if float(rho.min()) < self.limits.veto:
             self.vetoed[block.pairs] = block.sums((rho < self.limits.veto).double()) > 0
-
-    def results(self) -> tuple[Tis | None, IcePop | None, GeoRejection | None, Veto | None]:
-        n, limits, pairs = self.n, self.limits, self.table.pair_sums
-        if not n:
-            return None, None, None, None
-        present = pairs.present
-        geo = (pairs.signed[present] / pairs.counts[present]).exp()
-        outside = (geo < limits.geo[0]) | (geo > limits.geo[1])
-        return (
-            Tis(limits.tis, _value(self.truncated / n), _value(self.clipped / n), _value(self.off / n)),
-            IcePop(limits.icepop, _value(self.kept / n), _value(self.dropped / n)),
-            GeoRejection(limits.geo, _value(outside.double().mean())),
-            Veto(limits.veto, _value(self.vetoed[present].double().mean())),
-        )
 
 
 @dataclass(frozen=True)

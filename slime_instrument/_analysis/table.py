@@ -109,7 +109,7 @@ class TokenTable:
         """How many of ``tokens``, bool, shape ``(N,)``, each pair has: int64, shape ``(S,)``."""
         if not bool(tokens.any()):
             return torch.zeros(len(self.lengths), dtype=torch.int64)
-        return torch.bincount(self.sample[tokens], minlength=len(self.lengths))
+        return torch.cat([block.counts for block in self.blocks(tokens)])
 
     @cached_property
     def kind_counts(self) -> dict[str, int]:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
 
-from slime_instrument._analysis.corrections import Batch, Outcome, Policy, Value
+from slime_instrument._analysis.corrections import Batch, Outcome, Policy
 from slime_instrument._analysis.drift import turns
-from slime_instrument._analysis.read_pair import ReadPair
+from slime_instrument._analysis.pair import ReadPair
 from slime_instrument._analysis.table import KINDS, TokenTable, tabulate
 from slime_instrument._format.values import length_of, number
 
 _MOST_VALUES = 6  # rewards with more different values than this are shown in quarters
 _MOST_TURNS = 4  # later turns are one group
+_RECORDED = (
+    "n_tokens", "tokens_dropped", "tokens_clipped", "tokens_not_finite", "n_sequences", "sequences_dropped",
+    "mean_weight", "ess", "advantage_kept",
+)  # fmt: skip
 
 
 def _finite(value: float) -> float | None:
@@ -46,15 +52,13 @@ class Tally:
     sequences_dropped: int = 0
     weights: float = 0.0
     squares: float = 0.0
-    signal: float | None = 0.0
-    signal_kept: float | None = 0.0
+    signal: float | None = None
+    signal_kept: float | None = None
 
     def __add__(self, other: Tally) -> Tally:
-        def added(name: str) -> Any:
-            one, two = getattr(self, name), getattr(other, name)
-            return None if one is None or two is None else one + two
-
-        return Tally(**{one.name: added(one.name) for one in fields(self)})
+        columns = zip(astuple(self), astuple(other), strict=True)
+        added: list[Any] = [None if one is None or two is None else one + two for one, two in columns]
+        return Tally(*added)
 
     @property
     def mean_weight(self) -> float | None:
@@ -72,17 +76,7 @@ class Tally:
         return _finite(self.signal_kept / self.signal) if self.signal and self.signal_kept is not None else None
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "n_tokens": self.n_tokens,
-            "tokens_dropped": self.tokens_dropped,
-            "tokens_clipped": self.tokens_clipped,
-            "tokens_not_finite": self.tokens_not_finite,
-            "n_sequences": self.n_sequences,
-            "sequences_dropped": self.sequences_dropped,
-            "mean_weight": self.mean_weight,
-            "ess": self.ess,
-            "advantage_kept": self.advantage_kept,
-        }
+        return {name: getattr(self, name) for name in _RECORDED}
 
 
 @dataclass(frozen=True)
@@ -97,80 +91,36 @@ class Groups:
     names: tuple[str, ...]
     index: torch.Tensor
 
-    def tallies(self, tokens: _Counted) -> dict[str, Tally]:
-        """What a policy does to each group, in the order of their names; groups without a token are not there."""
-        group, n_groups = self.index[tokens.mask], len(self.names)
+    def tallies(self, batch: Batch, outcome: Outcome) -> dict[str, Tally]:
+        """What a policy does to the tokens of each group that the loss counts, in the order of the groups' names;
+        groups without a token are not there."""
+        mask, n_groups, n_sequences = batch.mask, len(self.names), len(batch.lengths)
+        group, kept = self.index[mask], outcome.kept[mask]
+        weight = outcome.effective[mask].double()
         # Per group and sequence: whether a token is there, and whether one is left.
-        cells = group * tokens.n_sequences + tokens.sequence
-        there = torch.zeros(n_groups * tokens.n_sequences, dtype=torch.bool)
+        cells = group * n_sequences + batch.spread(torch.arange(n_sequences))[mask]
+        there = torch.zeros(n_groups * n_sequences, dtype=torch.bool)
         left = there.clone()
         there[cells] = True
-        left[cells[tokens.kept]] = True
+        left[cells[kept]] = True
         there, left = there.reshape(n_groups, -1), left.reshape(n_groups, -1)
-
-        def per_group(values: torch.Tensor | None) -> list[float]:
-            sums: list[float] = torch.bincount(group, weights=values, minlength=n_groups).tolist()
-            return sums
-
-        n_tokens = per_group(None)
-        signal: Sequence[float | None] = [None] * n_groups
-        signal_kept = signal
-        if tokens.signal is not None:
-            signal, signal_kept = per_group(tokens.signal), per_group(tokens.signal * tokens.weight.abs())
-        dropped, clipped = per_group((~tokens.kept).double()), per_group(tokens.clipped.double())
-        broken = per_group((~tokens.weight.isfinite()).double())
-        weights, squares = per_group(tokens.weight), per_group(tokens.weight * tokens.weight)
-        n_there, n_gone = there.sum(1).tolist(), (there & ~left).sum(1).tolist()
-        return {
-            name: Tally(
-                int(n_tokens[n]),
-                int(dropped[n]),
-                int(clipped[n]),
-                int(broken[n]),
-                n_there[n],
-                n_gone[n],
-                weights[n],
-                squares[n],
-                signal[n],
-                signal_kept[n],
-            )
-            for n, name in enumerate(self.names)
-            if n_tokens[n]
+        columns = {
+            "n_tokens": torch.bincount(group, minlength=n_groups),
+            "tokens_dropped": torch.bincount(group[~kept], minlength=n_groups),
+            "tokens_clipped": torch.bincount(group[outcome.clipped[mask]], minlength=n_groups),
+            "tokens_not_finite": torch.bincount(group[~weight.isfinite()], minlength=n_groups),
+            "n_sequences": there.sum(1),
+            "sequences_dropped": (there & ~left).sum(1),
+            "weights": torch.bincount(group, weights=weight, minlength=n_groups),
+            "squares": torch.bincount(group, weights=weight * weight, minlength=n_groups),
         }
-
-
-@dataclass(frozen=True)
-class _Counted:
-    """The ``k`` tokens of a batch that the loss counts, with what a policy does to them.
-
-    Attributes:
-        mask: which tokens of the batch they are, bool, shape ``(N,)``.
-        sequence: of each, int64, shape ``(k,)``; ``n_sequences`` there are in all.
-        weight: 0 where dropped, float64, shape ``(k,)``.
-        kept, clipped: bool, shape ``(k,)``.
-        signal: \\|A\\|, float64, shape ``(k,)``; None without advantages.
-    """
-
-    mask: torch.Tensor
-    sequence: torch.Tensor
-    n_sequences: int
-    weight: torch.Tensor
-    kept: torch.Tensor
-    clipped: torch.Tensor
-    signal: torch.Tensor | None
-
-    @classmethod
-    def of(cls, batch: Batch, outcome: Outcome) -> _Counted:
-        mask = batch.mask
-        return cls(
-            mask=mask,
-            sequence=batch.spread(torch.arange(len(batch.lengths)))[mask],
-            n_sequences=len(batch.lengths),
-            weight=outcome.effective[mask].double(),
-            kept=outcome.kept[mask],
-            clipped=outcome.clipped[mask],
-            signal=batch.advantages[mask].double().abs() if batch.advantages is not None else None,
-        )
+        if batch.advantages is not None:
+            signal = batch.advantages[mask].double().abs()
+            columns["signal"] = torch.bincount(group, weights=signal, minlength=n_groups)
+            columns["signal_kept"] = torch.bincount(group, weights=signal * weight.abs(), minlength=n_groups)
+        rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+        each = [Tally(**dict(zip(columns, row, strict=True))) for row in rows]
+        return {name: tally for name, tally in zip(self.names, each, strict=True) if tally.n_tokens}
 
 
 @dataclass(frozen=True)
@@ -207,11 +157,10 @@ class Effect:
     rollouts: tuple[tuple[int | None, Tally, Mapping[str, float]], ...]
 
     def as_dict(self) -> dict[str, Any]:
-        parameters: dict[str, Value] = dict(self.policy.parameters)
         return {
             "name": self.policy.name,
             "framework": self.policy.framework,
-            "parameters": parameters,
+            "parameters": dict(self.policy.parameters),
             "on_by_default": self.policy.on_by_default,
             **self.total.as_dict(),
             "splits": {
@@ -251,41 +200,37 @@ class WhatIf:
         }
 
 
-_NOTHING = Tally(signal=None, signal_kept=None)
-
-
 def what_if(rollouts: Iterable[Rollout], policies: Sequence[Policy]) -> WhatIf:
     """Try policies on rollouts. One rollout is held at a time where ``rollouts`` makes them one by one."""
-    totals: dict[int, Tally] = {}
-    splits: dict[int, dict[str, dict[str, Tally]]] = {}
-    series: dict[int, list[tuple[int | None, Tally, Mapping[str, float]]]] = {}
+    tried: list[list[tuple[int | None, Tally, Mapping[str, float]]]] = [[] for _ in policies]
+    splits: list[dict[str, dict[str, Tally]]] = [{} for _ in policies]
     without: list[int | None] = []
     left_out = 0
     for rollout in rollouts:
+        batch = rollout.batch
         left_out += rollout.left_out
-        if rollout.batch.advantages is None:
+        if batch.advantages is None:
             without.append(rollout.rollout_id)
-        for n, policy in enumerate(policies):
-            if policy.needs_advantages and rollout.batch.advantages is None:
+        everything = Groups(("",), torch.zeros(len(batch.mask), dtype=torch.int64))
+        for policy, results, parts in zip(policies, tried, splits, strict=True):
+            if policy.needs_advantages and batch.advantages is None:
                 continue
-            outcome = policy.apply(rollout.batch)
-            tokens = _Counted.of(rollout.batch, outcome)
-            everything = Groups(("",), torch.zeros(len(rollout.batch.mask), dtype=torch.int64))
-            tally = everything.tallies(tokens).get("", _NOTHING)
-            totals[n] = totals[n] + tally if n in totals else tally
-            series.setdefault(n, []).append((rollout.rollout_id, tally, outcome.reported))
+            outcome = policy.apply(batch)
+            tally = everything.tallies(batch, outcome).get("", Tally())
+            results.append((rollout.rollout_id, tally, outcome.reported))
             for by, groups in rollout.groups.items():
-                mine = splits.setdefault(n, {}).setdefault(by, {})
-                for name, part in groups.tallies(tokens).items():
-                    mine[name] = mine[name] + part if name in mine else part
+                known = parts.setdefault(by, {})
+                for name, part in groups.tallies(batch, outcome).items():
+                    known[name] = known[name] + part if name in known else part
     effects = tuple(
         Effect(
-            policies[n],
-            totals[n],
-            {by: _in_order(groups) for by, groups in splits.get(n, {}).items()},
-            tuple(series[n]),
+            policy,
+            functools.reduce(operator.add, (tally for _, tally, _ in results)),
+            {by: _in_order(groups) for by, groups in parts.items()},
+            tuple(results),
         )
-        for n in sorted(totals)
+        for policy, results, parts in zip(policies, tried, splits, strict=True)
+        if results
     )
     reason = f"needs advantages, which the train dump of {_named(without)} lacks"
     return WhatIf(effects, {one.name: reason for one in policies if one.needs_advantages and without}, left_out)
@@ -300,18 +245,12 @@ def _in_order(groups: Mapping[str, Tally]) -> dict[str, Tally]:
     """Groups of later rollouts come where their names belong. Names sort by the numbers that they begin with."""
 
     def key(name: str) -> tuple[float, str]:
-        head = name.split(" ")[0]
-        return (number(float(head)) or 0.0, name) if _is_number(head) else (0.0, "")
+        try:
+            return number(float(name.split(" ")[0])) or 0.0, name
+        except ValueError:
+            return 0.0, ""
 
     return dict(sorted(groups.items(), key=lambda item: key(item[0])))
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def rollout_of(pair: ReadPair) -> Rollout:

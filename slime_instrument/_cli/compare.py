@@ -1,4 +1,4 @@
-"""``slime-instrument compare ROLLOUT TRAIN…``: what the engine sampled against what training computed."""
+"""Commands about the mismatch of two sides: ``compare``, and its two pictures ``report`` and ``view``."""
 
 from __future__ import annotations
 
@@ -12,42 +12,41 @@ import typer
 
 from slime_instrument._cli.output import (
     CANNOT_LOOK,
+    SHOWN,
     WRONG,
     AllowPickle,
     Json,
+    PairedDumps,
+    Tokenizer,
     UsageError,
+    announced,
     bar,
+    check_output,
     console,
     counted,
     finish,
+    need,
     note,
+    note_unused,
+    number,
+    pairs_among,
+    print_finding,
     print_json,
     progress,
     reporting_errors,
     shown,
+    table,
 )
 from slime_instrument._errors import five_parts
-from slime_instrument._thresholds import (
-    COUNTS,
-    METRICS,
-    Threshold,
-    Thresholds,
-    parse_threshold,
-    shown_value,
-)
+from slime_instrument._thresholds import COUNTS, METRICS, Threshold, Thresholds, parse_threshold, shown_value
 
 if TYPE_CHECKING:
     from slime_instrument._analysis.compare import Comparison
     from slime_instrument._analysis.verdict import Verdict
+    from slime_instrument._report.build import Report
 
 _EDGES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 _BAR = 40
-_SHOWN = 8
-_EPILOG = (
-    "Examples: slime-instrument compare dumps/rollout_data/0.pt dumps/train_data/0.pt --fail-if 'abs_diff.mean>0.05'; "
-    "slime-instrument compare /data/run7 (every rollout, as a trend); "
-    "slime-instrument compare rollout_data/0.pt train_data/0_*.pt (old per-rank files)"
-)
 
 
 class FailOn(str, Enum):
@@ -113,29 +112,22 @@ def compare(
     """
     with reporting_errors(as_json=json), progress("reading") as say:
         from slime_instrument._analysis import compare as analysis
-        from slime_instrument._analysis.gradient import loss_gradient
-        from slime_instrument._analysis.spikes import spikes, step_norms
+        from slime_instrument._analysis.gradient import loss_gradient, spikes, step_norms
         from slime_instrument._analysis.trend import trend
         from slime_instrument._analysis.verdict import fails, judge_all
-        from slime_instrument._format.pairs import find_pairs, no_pairs
 
         thresholds = _thresholds(fail_above or ())
-        comparisons: list[Comparison] = []
-        given = [rollout, *(train or ())]
-        pairing = find_pairs(given, allow_pickle=allow_pickle)
-        for pair in pairing.pairs:
-            say(f"comparing {pair.rollout.name} ({len(comparisons) + 1} of {len(pairing.pairs)})")
-            sources = pair.train[0] if len(pair.train) == 1 else pair.train
-            comparisons.append(analysis.compare(pair.rollout, sources, allow_pickle=allow_pickle, field=field))
-        if not comparisons:
-            raise no_pairs(given, pairing, "Nothing was compared.")
+        pairing = pairs_among([rollout, *(train or ())], allow_pickle=allow_pickle, follows="Nothing was compared.")
+        comparisons = [
+            analysis.compare(pair.rollout, pair.train, allow_pickle=allow_pickle, field=field)
+            for pair in announced(pairing.pairs, say)
+        ]
         broken = [thresholds.broken(one.value) for one in comparisons]
         names = [pair.name for pair in pairing.pairs]
         overall = judge_all([one.verdict for one in comparisons], names)
         norms = [step_norms(one.train_dump.provenance) for one in comparisons]
         standing_out = spikes(norms, names, lambda i: loss_gradient(comparisons[i].pair))
-    for left in pairing.skipped:
-        note(f"slime_instrument: not used: {left}")
+    note_unused(pairing.skipped)
     if json:
         records = [
             {**one.as_dict(), "passed_thresholds": [_passed(one, limit) for limit in over]}
@@ -193,8 +185,6 @@ def _passed(comparison: Comparison, limit: Threshold) -> dict[str, Any]:
 
 def print_comparison(comparison: Comparison, above: Sequence[Threshold]) -> None:
     """Print one comparison; ``above``: the limits that it is beyond."""
-    from rich.table import Table
-
     from slime_instrument._format.references import ReferenceCounts
 
     out = console()
@@ -217,19 +207,18 @@ def print_comparison(comparison: Comparison, above: Sequence[Threshold]) -> None
             out.print(shown(f"{side}: {ReferenceCounts(**references)}"))
     _print_unmatched(comparison)
     if comparison["n_tokens"]:
-        table = Table(box=None, pad_edge=False)
-        for heading in ("metric", "value"):
-            table.add_column(heading)
-        for name, value in _rows(comparison):
-            table.add_row(name, _number(value))
-        out.print(table)
+        rows = table("metric", "value")
+        for name, value in comparison["abs_diff"].items():
+            rows.add_row(f"|δ| {name}", number(value, 6))
+        for name in ("k1", "k2", "k3", "ess", "token_mult_prob_error", "chi2_token"):
+            rows.add_row(name, number(comparison[name], 6))
+        rows.add_row("correlation of probabilities", number(comparison["prob_diff"]["pearson"], 6))
+        out.print(rows)
         _print_histogram(comparison)
     for finding in comparison.findings:
-        out.print(f"[bold red]{shown(finding.code)}[/] {shown(finding.message)}")
-        positions = ", ".join(map(str, finding.samples[:_SHOWN]))
-        more = f" … ({len(finding.samples)} in all)" if len(finding.samples) > _SHOWN else ""
-        out.print(f"  positions {positions}{more}; docs/findings.md, section {finding.code}")
-    for warning in comparison["warnings"][:_SHOWN]:
+        where = f"; docs/findings.md, section {finding.code}"
+        print_finding(finding.code, finding.message, finding.samples, where)
+    for warning in comparison["warnings"][:SHOWN]:
         out.print(f"[yellow]warning[/] {shown(warning)}")
     for over in above:
         value = shown_value(comparison.value(over.metric))
@@ -238,25 +227,16 @@ def print_comparison(comparison: Comparison, above: Sequence[Threshold]) -> None
 
 def print_trend(comparisons: Sequence[Comparison]) -> None:
     """One line per rollout."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
+    rows = table()
     for heading in ("rollout", "joined", "tokens", "mean |δ|", "p99 |δ|", "k3", "ess", "verdict"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("findings", overflow="fold")
+        rows.add_column(heading, no_wrap=True)
+    rows.add_column("findings", overflow="fold")
     for one in comparisons:
         codes = ", ".join(finding.code for finding in one.findings)
         numbers = (one["abs_diff"]["mean"], one["abs_diff"]["p99"], one["k3"], one["ess"])
         counts = (str(one["rollout_id"]), f"{one['n_joined']}/{one['n_rollout']}", str(one["n_tokens"]))
-        table.add_row(*counts, *(_number(value, 3) for value in numbers), one.verdict.level, codes or "-")
-    console().print(table)
-
-
-def _rows(comparison: Comparison) -> list[tuple[str, Any]]:
-    rows = [(f"|δ| {name}", value) for name, value in comparison["abs_diff"].items()]
-    rows += [(name, comparison[name]) for name in ("k1", "k2", "k3", "ess", "token_mult_prob_error", "chi2_token")]
-    rows.append(("correlation of probabilities", comparison["prob_diff"]["pearson"]))
-    return rows
+        rows.add_row(*counts, *(number(value, 3) for value in numbers), one.verdict.level, codes or "-")
+    console().print(rows)
 
 
 def _print_unmatched(comparison: Comparison) -> None:
@@ -265,7 +245,7 @@ def _print_unmatched(comparison: Comparison) -> None:
         name = one["position"] if one["position"] is not None else f"index {one['index']}"
         counts.setdefault((one["side"], one["reason"]), []).append(name)
     for (side, reason), names in counts.items():
-        shown = ", ".join(map(str, names[:_SHOWN])) + (" …" if len(names) > _SHOWN else "")
+        shown = ", ".join(map(str, names[:SHOWN])) + (" …" if len(names) > SHOWN else "")
         console().print(f"{counted(len(names), f'{side} sample')} {reason}: {shown}")
 
 
@@ -320,10 +300,70 @@ def _annotate(
         file.write_text("\n".join([head, suite, *cases, "</testsuite>", ""]), encoding="utf-8")
 
 
-def _number(value: Any, digits: int = 6) -> str:
-    return "-" if value is None else f"{value:.{digits}g}"
+def report(
+    dumps: PairedDumps,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE.html", help="The page to write.")] = Path(
+        "report.html"
+    ),
+    tokenizer: Tokenizer = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(metavar="NAME:PARAMETER=VALUE,VALUE,…", help="Draw what-if's sweep of a correction as a curve."),
+    ] = None,
+    allow_pickle: AllowPickle = False,
+    json: Json = False,
+) -> None:
+    """Compare every rollout with its training and write one self-contained page.
+
+    The page opens from disk without a network. Exit status: 0 written, whatever it says; 2 nothing to report on, or a
+    file could not be read: the page is about the others.
+    """
+    with reporting_errors(as_json=json):
+        need("jinja2", "the report", extra="report", as_json=json)
+        from slime_instrument._analysis.corrections import parse_sweep
+        from slime_instrument._report.build import write_report
+
+        check_output(out)
+        with progress("reading") as say:
+            written = write_report(
+                dumps,
+                out,
+                tokenizer=tokenizer,
+                allow_pickle=allow_pickle,
+                sweep=parse_sweep(sweep) if sweep else None,
+                progress=say,
+            )
+        note_unused(written.skipped[:SHOWN])
+        if len(written.skipped) > SHOWN:
+            note(f"slime_instrument: and {len(written.skipped) - SHOWN} more files not used")
+        if json:
+            print_json(written.as_dict())
+        else:
+            _print_written(written)
+        if any(one.unreadable for one in written.skipped):
+            finish(CANNOT_LOOK)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(epilog=_EPILOG)(compare)
+def _print_written(written: Report) -> None:
+    print(written.verdict.text)
+    for question, answer, _ in written.verdict.answers:
+        print(f"  {question}: {answer}")
+    for one in written.left_out:
+        print(f"  left out: {one}")
+    print(f"{written.path}: {counted(len(written.pairs), 'rollout')}, {written.size / 1e6:.1f} MB")
+
+
+def view(
+    dumps: PairedDumps,
+    rollout: Annotated[
+        int | None, typer.Option(metavar="ID", help="Which rollout of a folder; the last one otherwise.")
+    ] = None,
+    tokenizer: Tokenizer = None,
+    allow_pickle: AllowPickle = False,
+) -> None:
+    """Look at samples and tokens in the terminal: sort, search, next worst. Keys are shown at the bottom."""
+    with reporting_errors():
+        need("textual", "the viewer", extra="view")
+        from slime_instrument._view.app import view_dumps
+
+        view_dumps(dumps, rollout=rollout, tokenizer=tokenizer, allow_pickle=allow_pickle)

@@ -1,4 +1,4 @@
-"""The manners of every command: where output goes, how JSON looks, how errors end.
+"""The manners of every command: where output goes, how JSON and tables look, how errors end.
 
 ``--json`` puts exactly one JSON document on stdout; everything else goes to stderr. Exit status: 0 fine; 1 looked and
 something is wrong; 2 could not look.
@@ -7,10 +7,11 @@ something is wrong; 2 could not look.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -20,10 +21,15 @@ from slime_instrument._errors import InstrumentError, five_parts
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+
+    from slime_instrument._format.pairs import FilePair, Pairing
 
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
-FINE, WRONG, CANNOT_LOOK = 0, 1, 2
+WRONG, CANNOT_LOOK = 1, 2
+SHOWN = 8
+"""Things of one kind that are printed one by one; --json has all of them."""
 
 
 class UsageError(InstrumentError, ValueError):
@@ -35,6 +41,11 @@ AllowPickle = Annotated[
     bool,
     typer.Option("--allow-pickle", help="Read rollout dumps with arbitrary objects. This can run code from the file."),
 ]
+PairedDumps = Annotated[
+    list[Path],
+    typer.Argument(metavar="FOLDER | ROLLOUT TRAIN...", help="A --dump-details folder, or dumps of both sides."),
+]
+Tokenizer = Annotated[Path | None, typer.Option(metavar="DIR", help="A local tokenizer folder: shows tokens as text.")]
 
 
 def console() -> Console:
@@ -45,6 +56,13 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 10_000, highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
+def table(*headings: str) -> Table:
+    """An empty table without lines."""
+    from rich.table import Table
+
+    return Table(*headings, box=None, pad_edge=False)
+
+
 def shown(value: Any) -> str:
     """A value from a file for :func:`console`: its brackets are no markup, its control characters no commands."""
     from rich.markup import escape
@@ -52,19 +70,9 @@ def shown(value: Any) -> str:
     return escape(_printable(str(value)))
 
 
-def print_json(document: Any) -> None:
-    """Print one document as strict JSON: no NaN, no Infinity. What stdout cannot encode is escaped as JSON does it."""
-    text = json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False, default=str)
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:  # another encoding, or half of a surrogate pair from a file or its name
-        text = json.dumps(document, indent=2, allow_nan=False, default=str)
-    sys.stdout.write(text + "\n")
-
-
-def note(text: str) -> None:
-    """Say something beside the result."""
-    print(_printable(text), file=sys.stderr)
+def number(value: Any, digits: int) -> str:
+    """So many digits that count; a dash for a missing value."""
+    return "-" if value is None else f"{value:.{digits}g}"
 
 
 def counted(n: int, noun: str) -> str:
@@ -82,30 +90,88 @@ def bar(share: float, width: int) -> str:
     return full * round(width * share) or (least if share else "")
 
 
+def print_finding(code: str, message: str, samples: Sequence[int], where: str = "") -> None:
+    """A finding with the rollout positions that show it; ``where`` says where more stands about it."""
+    out = console()
+    out.print(f"[bold red]{shown(code)}[/] {shown(message)}")
+    more = f" … ({len(samples)} in all)" if len(samples) > SHOWN else ""
+    out.print(f"  positions {', '.join(map(str, samples[:SHOWN]))}{more}{where}")
+
+
+def print_json(document: Any) -> None:
+    """Print one document as strict JSON: no NaN, no Infinity. What stdout cannot encode is escaped as JSON does it."""
+    text = json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False, default=str)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # another encoding, or half of a surrogate pair from a file or its name
+        text = json.dumps(document, indent=2, allow_nan=False, default=str)
+    sys.stdout.write(text + "\n")
+
+
+def note(text: str) -> None:
+    """Say something beside the result."""
+    print(_printable(text), file=sys.stderr)
+
+
+def note_unused(files: Iterable[object]) -> None:
+    """Name the files that were given and took no part, each with the reason."""
+    for one in files:
+        note(f"slime_instrument: not used: {one}")
+
+
+def pairs_among(dumps: Sequence[Path], *, allow_pickle: bool, follows: str) -> Pairing:
+    """The pairs of dumps among files and folders; ``follows``: what is said where there is none.
+
+    Raises:
+        DumpFormatError: there is none.
+    """
+    from slime_instrument._format.pairs import find_pairs, no_pairs
+
+    pairing = find_pairs(dumps, allow_pickle=allow_pickle)
+    if not pairing.pairs:
+        raise no_pairs(dumps, pairing, follows)
+    return pairing
+
+
+def announced(pairs: Sequence[FilePair], say: Callable[[str], None]) -> Iterator[FilePair]:
+    """Each pair, after telling :func:`progress` that it is next."""
+    for n, pair in enumerate(pairs, start=1):
+        say(f"{pair.name} ({n} of {len(pairs)})")
+        yield pair
+
+
 def check_output(path: Path, suffixes: tuple[str, ...] = ()) -> None:
     """Refuse a file that cannot be what was asked for, or has nowhere to stand, before hours are spent on its content.
 
     Raises:
         UsageError: another suffix than those given, or no such folder.
     """
-    found = None
     if suffixes and path.suffix not in suffixes:
         found = f"{path.suffix or 'no suffix'}, of which nothing here writes the format"
     elif not path.parent.is_dir():
         found = f"no folder {path.parent}"
     elif path.is_dir():
         found = "a folder"
-    if found is not None:
-        what = f"a file name that ends in {' or '.join(suffixes)}" if suffixes else "a file name"
-        raise UsageError(
-            five_parts(
-                f"-o {path}",
-                expected=f"{what}, in a folder that is there",
-                found=found,
-                follows="Nothing was written.",
-                next_step="Name another file, or make the folder.",
-            )
+    else:
+        return
+    what = f"a file name that ends in {' or '.join(suffixes)}" if suffixes else "a file name"
+    raise UsageError(
+        five_parts(
+            f"-o {path}",
+            expected=f"{what}, in a folder that is there",
+            found=found,
+            follows="Nothing was written.",
+            next_step="Name another file, or make the folder.",
         )
+    )
+
+
+def need(module: str, who: str, *, extra: str, as_json: bool = False) -> None:
+    """End the command before any file is opened where an optional dependency is not installed."""
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        fail(f"{who} needs {module}: pip install 'slime-instrument[{extra}]'", as_json=as_json)
 
 
 def finish(code: int) -> NoReturn:

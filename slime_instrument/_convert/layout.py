@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from slime_instrument._convert.rank_files import padded_lengths
 from slime_instrument._dump.zigzag import shard_lengths
 from slime_instrument._errors import DumpFormatError, five_parts
 from slime_instrument._format.dumps import RankData
@@ -202,6 +201,11 @@ def _only(ranks: Sequence[RankData], files: _Files, fitting: list[Layout]) -> La
         return first
     shown = "; ".join(f"tp {tp} pp {pp} cp {cp} dp {dp}" for tp, pp, cp, dp in sorted(sizes))
     raise DumpFormatError(_refusal(ranks, f"several layouts fit ({shown})"))
+
+
+def padded_lengths(data: Mapping[str, Any]) -> list[int] | None:
+    """Per sample the length that chunks were cut from in the bshd layout (v0.2.2 to v0.3.0); None in any other."""
+    return as_ints(data.get("max_seq_lens"))
 
 
 def _sizes(

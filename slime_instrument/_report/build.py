@@ -12,20 +12,15 @@ from typing import Any
 
 from slime_instrument._analysis.compare import Comparison, compare
 from slime_instrument._analysis.corrections import Sweep
-from slime_instrument._analysis.gradient import loss_gradient
-from slime_instrument._analysis.read_pair import read_pair
-from slime_instrument._analysis.spikes import spikes, step_norms
+from slime_instrument._analysis.gradient import loss_gradient, spikes, step_norms
+from slime_instrument._analysis.pair import read_pair
 from slime_instrument._analysis.what_if import rollout_of, what_if
 from slime_instrument._errors import DumpFormatError, five_parts
 from slime_instrument._format.pairs import FilePair, Pairing, Skipped, find_pairs, no_pairs
 from slime_instrument._format.values import plain_value
 from slime_instrument._report.answers import Answers, Judged, answer_all, judged
-from slime_instrument._report.budget import Block, Keeper
-from slime_instrument._report.charts import curve, density, histogram
-from slime_instrument._report.page import Page, json_in_html
-from slime_instrument._report.rows import COLUMNS, sample_rows
-from slime_instrument._report.text import decoder, texts
-from slime_instrument._report.tokens import TokenBlocks
+from slime_instrument._report.page import Page, curve, density, histogram, json_in_html
+from slime_instrument._report.samples import COLUMNS, Block, Keeper, TokenBlocks, decoder, sample_rows, texts
 
 __all__ = ["Report", "write_report"]
 

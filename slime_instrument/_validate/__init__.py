@@ -25,17 +25,19 @@ from slime_instrument._validate.batch import (
     check_coverage,
     check_mask_sums,
     check_order,
+    check_rank_coverage,
     check_schedule,
     check_shard_count,
     check_shards,
 )
 from slime_instrument._validate.problems import Problem, Problems, V2Dump, ValidationReport
-from slime_instrument._validate.ranks import check_rank_coverage, check_rank_file
-from slime_instrument._validate.rollout import check_against_rollout, check_local_reward, check_rollout_dump
+from slime_instrument._validate.rollout import check_against_rollout, check_local_reward
 from slime_instrument._validate.samples import (
     check_field_coverage,
     check_lengths,
+    check_rank_file,
     check_references,
+    check_rollout_dump,
     check_sample_types,
     check_top_level,
     check_unowned_tokens,

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
-from slime_instrument._format.dumps import Provenance
+from slime_instrument._format.dumps import Provenance, RankData, RolloutDump, TrainDump
 from slime_instrument._format.schedule import group_of
-from slime_instrument._format.schema import COLUMN_TO_SAMPLE_KEY, LAYOUT_FIELDS
+from slime_instrument._format.schema import COLUMN_TO_SAMPLE_KEY, GROUP_ID_FIELDS, LAYOUT_FIELDS
 from slime_instrument._format.values import (
     as_ints,
     as_list,
     brief,
     equal_values,
     gaps,
+    length_of,
     number,
     show,
     sum_of,
@@ -249,3 +251,61 @@ def _check_ascending(dump: V2Dump, key: str, values: list[int], found: Problems)
 def _plain(value: Any) -> Any:
     number = whole_number(value)
     return number if number is not None else repr(value)
+
+
+# --- old per-rank files of one rollout ---
+
+
+def check_rank_coverage(dumps: Sequence[TrainDump], rollout: RolloutDump | None, found: Problems) -> None:
+    """The files of one rollout hold every sample of its batch.
+
+    Ranks of one data-parallel group hold the same samples, so ranks with equal tokens count once.
+    """
+    ranks = [rank for dump in dumps for rank in dump.ranks]
+    numbers = [rank.rank for rank in ranks]
+    for rank in ranks:
+        twins = [other for other in ranks if other.rank == rank.rank]
+        if len(twins) > 1 and twins[0] is rank:
+            files = show([str(other.path) for other in twins])
+            found.error("duplicate", f"rank {rank.rank} is there {len(twins)} times: {files}", field="rank")
+    by_content = {_fingerprint(rank): rank for rank in ranks}
+    covered = sum(rank.n_samples for rank in by_content.values())
+    total = _batch_total(ranks, rollout)
+    if total is None or covered >= total:
+        return
+    indices = [
+        index for rank in by_content.values() for index in as_list(rank.rollout_data.get("sample_indices")) or ()
+    ]
+    message = f"{covered} of {total} covered by the files of ranks {show(sorted(set(numbers)))}"
+    if rollout is not None:
+        missing = [sample.get("index") for sample in rollout.samples if sample.get("index") not in indices]
+        if missing and None not in missing:
+            message += f"; missing: sample_index {show(missing)}"
+    else:
+        message += "; with the rollout dump (--rollout) the missing ones can be named"
+    found.error("coverage", message, field="sample_indices")
+
+
+def _batch_total(ranks: Sequence[RankData], rollout: RolloutDump | None) -> int | None:
+    for rank in ranks:
+        data = rank.rollout_data
+        n_raw = length_of(data.get("raw_reward"))
+        sizes = as_ints(data.get("global_batch_sizes"))
+        groups = next((as_list(data[name]) for name in GROUP_ID_FIELDS if name in data), None)
+        # Where each execution is one sample, the schedule counts samples, without those that were never scheduled.
+        one_each = groups is not None and len({str(group) for group in groups}) == rank.n_samples
+        if sizes is not None and one_each and (n_raw is None or sum(sizes) <= n_raw):
+            return sum(sizes)
+        if n_raw is not None:
+            return n_raw
+    return len(rollout.samples) if rollout is not None else None
+
+
+def _fingerprint(rank: RankData) -> Any:
+    tokens = as_list(rank.rollout_data.get("tokens")) or ()
+    return tuple(tuple(as_ints(sample) or ()) for sample in tokens), _key(rank.rollout_data.get("sample_indices"))
+
+
+def _key(values: Any) -> Any:
+    listed = as_list(values)
+    return tuple(map(str, listed)) if listed is not None else None

@@ -1,4 +1,4 @@
-"""A v2 dump against the rollout dump it was trained from, and a rollout dump by itself."""
+"""A v2 dump against the rollout dump that it was trained from."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from typing import Any
 
 import torch
 
-from slime_instrument._format.dumps import RolloutDump
 from slime_instrument._format.join import locate
 from slime_instrument._format.values import (
     as_ints,
     brief,
     differs_beyond_rounding,
     equal_values,
-    holds_whole_numbers,
     integers,
-    length_of,
     log_probs,
     number,
     plain_value,
@@ -25,13 +22,6 @@ from slime_instrument._format.values import (
     whole_number,
 )
 from slime_instrument._validate.problems import Problems, V2Dump
-from slime_instrument._validate.samples import (
-    check_log_probs,
-    check_ragged,
-    check_references,
-    check_routed_experts,
-    response_lengths_of,
-)
 
 # Rewards pass through float32 on some ways to the trainer.
 _REWARD_TOLERANCE = 1e-6
@@ -104,24 +94,6 @@ def check_local_reward(dump: V2Dump, found: Problems) -> None:
                 f"{brief(raw_reward[position])}"
             )
             found.error("reward-mismatch", message, sample=i, field="local_raw_reward")
-
-
-def check_rollout_dump(dump: RolloutDump, found: Problems) -> None:
-    """Structure and lengths of a rollout dump's samples."""
-    for i, sample in enumerate(dump.samples):
-        tokens = length_of(sample.get("tokens"))
-        response = whole_number(sample.get("response_length"))
-        if tokens is None or not holds_whole_numbers(sample["tokens"]):
-            found.error("type", f"sample {i}: tokens is no list of whole numbers", sample=i, field="tokens")
-        if response is None or response < 0:
-            message = f"sample {i}: response_length is {brief(sample.get('response_length'))}, expected a whole number"
-            found.error("type", message, sample=i, field="response_length")
-            continue
-        response_lengths_of(i, sample, response, tokens, ("rollout_log_probs", "loss_mask"), found)
-        check_log_probs(i, sample, ("rollout_log_probs",), found)
-        check_ragged(i, sample, response, found)
-        check_routed_experts(i, sample, tokens, found)
-    check_references(dump, found)
 
 
 def _compare_tokens(i: int, sample: dict[str, Any], position: int, source: dict[str, Any], found: Problems) -> None:

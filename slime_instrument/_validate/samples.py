@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from slime_instrument._format.dumps import RolloutDump
+from slime_instrument._format.dumps import RankData, RolloutDump
 from slime_instrument._format.references import TensorReference, references_in
 from slime_instrument._format.schema import (
     CONTEXT_PARALLEL_FIELDS,
     FORGOTTEN_CONTEXT_PARALLEL_FIELDS,
     FORMAT_VERSION,
+    LAYOUT_FIELDS,
     REQUIRED_SAMPLE_FIELDS,
     SAMPLER_HEAD_FIELDS,
 )
@@ -22,6 +23,7 @@ from slime_instrument._format.unpickling import was_list
 from slime_instrument._format.values import (
     HIGHEST_LOG_PROB,
     as_ints,
+    as_list,
     brief,
     holds_whole_numbers,
     is_whole_number,
@@ -30,6 +32,7 @@ from slime_instrument._format.values import (
     nan_indices,
     whole_number,
 )
+from slime_instrument._validate.batch import check_rank_schedule
 from slime_instrument._validate.problems import Problems, V2Dump
 
 
@@ -268,3 +271,57 @@ def check_unowned_tokens(dump: V2Dump, found: Problems) -> None:
             if where:
                 message = f"sample {i}: {name} is NaN at {len(where)} response tokens, the first at index {where[0]}"
                 found.warning("nan", message, sample=i, field=name)
+
+
+def check_rank_file(rank: RankData, found: Problems) -> None:
+    """Columns of one rank. Response-level values are parts of responses here, so they may only be too long."""
+    data, n = rank.rollout_data, rank.n_samples
+    for name in ("tokens", "response_lengths", "total_lengths", "loss_masks"):
+        length = length_of(data.get(name))
+        if length is None:
+            found.error("missing-field", f"rollout_data has no list {name}", field=name)
+        elif length != n:
+            found.error("length", f"{name} has {length} entries, but the rank has {n} samples", field=name)
+    for i in range(n):
+        sample = rank.sample(i)
+        response, total = whole_number(sample.get("response_lengths")), whole_number(sample.get("total_lengths"))
+        tokens = length_of(sample.get("tokens"))
+        if tokens is not None and total is not None and tokens != total:
+            message = f"sample {i}: tokens has {tokens} entries, but total_lengths is {total}"
+            found.error("length", message, sample=i, field="tokens")
+        mask = length_of(sample.get("loss_masks"))
+        if mask is not None and response is not None and mask != response:
+            message = (
+                f"sample {i}: loss_masks has {mask} values, but the response has {response} tokens of {total} in all"
+            )
+            found.error("length", message, sample=i, field="loss_masks")
+        for name in CONTEXT_PARALLEL_FIELDS:
+            length = length_of(sample.get(name))
+            # Up to v0.2.1 the teacher's log-probs are those of the whole sample.
+            limit = total if name == "teacher_log_probs" else response
+            if length is not None and limit is not None and length > limit:
+                message = (
+                    f"sample {i}: {name} has {length} values, but the response has {response} tokens of {total} in all"
+                )
+                found.error("length", message, sample=i, field=name)
+        check_ragged(i, sample, response, found)
+        check_routed_experts(i, sample, tokens, found)
+    check_rank_schedule("rollout_data", n, {name: as_list(data.get(name)) for name in LAYOUT_FIELDS}, found)
+
+
+def check_rollout_dump(dump: RolloutDump, found: Problems) -> None:
+    """Structure and lengths of a rollout dump's samples."""
+    for i, sample in enumerate(dump.samples):
+        tokens = length_of(sample.get("tokens"))
+        response = whole_number(sample.get("response_length"))
+        if tokens is None or not holds_whole_numbers(sample["tokens"]):
+            found.error("type", f"sample {i}: tokens is no list of whole numbers", sample=i, field="tokens")
+        if response is None or response < 0:
+            message = f"sample {i}: response_length is {brief(sample.get('response_length'))}, expected a whole number"
+            found.error("type", message, sample=i, field="response_length")
+            continue
+        response_lengths_of(i, sample, response, tokens, ("rollout_log_probs", "loss_mask"), found)
+        check_log_probs(i, sample, ("rollout_log_probs",), found)
+        check_ragged(i, sample, response, found)
+        check_routed_experts(i, sample, tokens, found)
+    check_references(dump, found)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rich.text import Text
 from textual import work
@@ -17,11 +17,42 @@ from textual.widgets import DataTable, Footer, Header, Input, Static
 from textual.worker import get_current_worker
 
 from slime_instrument._errors import InstrumentError, five_parts
-from slime_instrument._view.columns import COLUMNS, cell, ordered, value_of
-from slime_instrument._view.heat import MODES, PAGE, Tokens
+from slime_instrument._view.heat import MODES, PAGE, Tokens, printable
 from slime_instrument._view.source import Row, Source, choose_files
 
-__all__ = ["Viewer", "view_dumps"]
+# --- what stands in the sample table ---
+
+
+COLUMNS = (
+    ("sample", "position"), ("mean |δ|", "mean_abs"), ("max |δ|", "max_abs"), ("compared", "n_tokens"),
+    ("length", "length"), ("reward", "reward"), ("findings", "findings"), ("status", "status"), ("index", "index"),
+)  # fmt: skip
+_ASCENDING = ("position", "index", "status", "findings")
+_WIDEST = 32  # characters of a cell
+
+
+def value_of(row: Row, name: str) -> Any:
+    value = getattr(row, name)
+    return ", ".join(value) or None if isinstance(value, list) else value
+
+
+def ordered(rows: Iterable[Row], by: str) -> list[Row]:
+    """Numbers from the largest, everything else from the first; rows without a value come last."""
+    every = list(rows)
+    known = [row for row in every if value_of(row, by) is not None]
+    known.sort(key=lambda row: value_of(row, by), reverse=by not in _ASCENDING)
+    return known + [row for row in every if value_of(row, by) is None]
+
+
+def cell(value: Any) -> Text:
+    """Never markup: what stands in a dump must not style the table."""
+    if value is None:
+        return Text("–", justify="right")
+    if isinstance(value, str):
+        text = printable(value)
+        return Text(text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…")
+    return Text(f"{value:.4g}" if isinstance(value, float) else str(value), justify="right")
+
 
 _REFRESH_S = 2.0  # between redraws of the table while samples are measured
 _BREATH_S = 0.005  # after each sample, so that keys are answered while the others are measured
@@ -45,7 +76,7 @@ def view_dumps(
         )
     decode = None
     if tokenizer is not None:
-        from slime_instrument._report.text import decoder
+        from slime_instrument._report.samples import decoder
 
         decode = decoder(tokenizer)
     by: int | None = 0

@@ -13,7 +13,7 @@ import torch
 
 from slime_instrument._analysis.audit import Audit, audit
 from slime_instrument._analysis.gradient import loss_gradient
-from slime_instrument._analysis.read_pair import joined_pair
+from slime_instrument._analysis.pair import joined_pair
 from slime_instrument._format.dumps import rollout_dump_of, train_dump_of
 
 PROMPTS, EACH = 4, 4

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from slime_instrument._analysis.diagnosis import Finding
-from slime_instrument._analysis.gradient import Gradient, loss_gradient
-from slime_instrument._analysis.read_pair import joined_pair
-from slime_instrument._analysis.spikes import spikes, step_norms
+from slime_instrument._analysis.gradient import Gradient, loss_gradient, spikes, step_norms
+from slime_instrument._analysis.pair import joined_pair
 from tests.analysis.test_audit import Run
 
 NORMS = [1.0, 1.1, 0.9, 12.0, 1.05, 0.95]

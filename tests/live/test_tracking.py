@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slime_instrument._live.tracking import slime_log
+from slime_instrument._live.watch import slime_log
 
 
 def test_slimes_logging_function_is_found_under_the_name_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from slime_instrument._analysis.audit import audit
 from slime_instrument._analysis.gradient import loss_gradient
-from slime_instrument._analysis.read_pair import ReadPair, read_pair
+from slime_instrument._analysis.pair import ReadPair, read_pair
 from slime_instrument._extract import extract, open_source
 from slime_instrument._format.pairs import FilePair
 from slime_instrument.lab import LabError, LabOptions, LabResult, find_sources, train_all
@@ -159,7 +159,6 @@ def test_what_slime_trained_with_is_what_the_audit_works_out(
             pair.rollout,
             pair.train,
             type(pair.joined)(joined, pair.joined.unmatched, pair.joined.schedule),
-            pair.provenance,
         )
         assert audit(other).findings, name
 

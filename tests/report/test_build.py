@@ -114,7 +114,7 @@ def test_sample_tables_that_do_not_fit_keep_the_samples_that_differ_most(tmp_pat
 
 
 def test_a_huge_response_is_cut_around_its_worst_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime_instrument._report.tokens.LONGEST", 50)
+    monkeypatch.setattr("slime_instrument._report.samples.LONGEST", 50)
 
     def change(train: list[dict[str, Any]], _source: list[dict[str, Any]]) -> None:
         train[0]["log_probs"][170] -= 1.0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slime_instrument._analysis.compare import compare
 from slime_instrument._analysis.table import TokenTable
-from slime_instrument._report.charts import density, histogram, round_up
+from slime_instrument._report.page import density, histogram, round_up
 
 from .dumps import one_bad_token, write_run
 

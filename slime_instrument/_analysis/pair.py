@@ -1,15 +1,89 @@
-"""Which samples of a rollout belong together: those of one prompt, and those of one execution."""
+"""Both sides of one rollout, read and joined: where every analysis begins. And which of its samples belong together:
+those of one prompt, and those of one execution."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from slime_instrument._format.dumps import Provenance, RolloutDump, TrainDump, read_rollout_dump, read_train_dump
+from slime_instrument._format.join import Join, join
+from slime_instrument._format.pairs import FilePair
 from slime_instrument._format.values import whole_number
+
+PathLike = str | os.PathLike[str]
 
 GROUPED_ESTIMATORS = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
 """Estimators for which slime subtracts a baseline from the rewards of a group."""
+
+
+@dataclass(frozen=True)
+class ReadPair:
+    """A rollout dump and its train dump.
+
+    Attributes:
+        rollout, train: the dumps; old per-rank files as the v2 dump that they convert to.
+        joined: who belongs to whom.
+        warnings: from the conversion.
+    """
+
+    rollout: RolloutDump
+    train: TrainDump
+    joined: Join
+    warnings: tuple[str, ...] = ()
+
+    @cached_property
+    def provenance(self) -> Provenance:
+        """What the train dump says about its run."""
+        return self.train.provenance
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """slime's arguments as provenance records them; empty where it does not."""
+        found = self.provenance.record.get("arguments")
+        return found if isinstance(found, Mapping) else {}
+
+    @property
+    def rollout_id(self) -> int | None:
+        """Of the train dump, else of the rollout dump."""
+        return self.train.rollout_id if self.train.rollout_id is not None else self.rollout.rollout_id
+
+
+def read_train(files: PathLike | Sequence[PathLike]) -> TrainDump:
+    """A v2 file, or the old per-rank files of one rollout. Errors as of :func:`read_pair`."""
+    if not isinstance(files, (str, os.PathLike)) and len(files) == 1:
+        files = files[0]  # a single file is read lazily
+    return read_train_dump(files)
+
+
+def read_pair(pair: FilePair, *, allow_pickle: bool = False, compact: bool = True) -> ReadPair:
+    """Read and join the files of one rollout.
+
+    Args:
+        pair: the files.
+        allow_pickle: read rollout dumps with objects of arbitrary classes; this can run code from them.
+        compact: give long lists of numbers as tensors.
+
+    Raises:
+        DumpFormatError: a file cannot be read or is of another kind, or per-rank files do not tell their layout.
+        OSError: a file is missing or may not be read.
+    """
+    rollout = read_rollout_dump(pair.rollout, allow_pickle=allow_pickle, compact=compact)
+    return joined_pair(rollout, read_train(pair.train))
+
+
+def joined_pair(rollout: RolloutDump, train: TrainDump) -> ReadPair:
+    """The same for dumps that are read already."""
+    warnings: tuple[str, ...] = ()
+    if train.kind == "train-rank":
+        from slime_instrument._convert import convert_dump
+
+        converted = convert_dump(train, rollout=rollout)
+        train, warnings = converted.dump, tuple(converted.warnings)
+    return ReadPair(rollout, train, join(rollout, train), warnings)
 
 
 @dataclass(frozen=True)
