@@ -370,6 +370,21 @@ def write(setting: Setting, answers: list[Answer], trained: list[tuple[torch.Ten
     torch.save(payload, folder / "train.pt")
 
 
+def kept_answers(out: Path, half: declared.Half, engine: str, sampling: Sampling) -> list[Answer]:
+    """The answers of a pair that was written earlier with this sampling; empty without one."""
+    for one in declared.settings(half):
+        path = out / one.folder / "rollout.pt"
+        exact = one.stored_by_engine == "float32" and not one.mixture
+        if one.engine == engine and one.sampling == sampling and exact and path.exists():
+            samples = torch.load(path, weights_only=True)["samples"]
+            cut = [len(sample["tokens"]) - sample["response_length"] for sample in samples]
+            return [
+                Answer(sample["tokens"][:at], sample["tokens"][at:], sample["rollout_log_probs"])
+                for sample, at in zip(samples, cut, strict=True)
+            ]
+    return []
+
+
 def mixed(setting: Setting, older: list[Answer], newer: list[Answer]) -> list[Answer]:
     """A part of the samples by the older weights, one update behind; the rest by the current ones."""
     old = chosen(len(older), setting.mixture, declared.SEEDS[setting.half] + 1)
@@ -433,6 +448,10 @@ def main() -> None:
             concerned = chosen(len(plain), sampling.share, declared.SEEDS[options.half])
             return [whole[i] if i in concerned else plain[i] for i in range(len(plain))]
         if sampling not in sampled:
+            kept = kept_answers(out, options.half, options.engine, sampling)
+            if kept and not options.again:
+                sampled[sampling] = kept
+                return kept
             sampled[sampling] = engine.sample(requests_of(options.half, sampling, model))
             said(f"sampled {sum(len(one.tokens) for one in sampled[sampling])} tokens")
         return sampled[sampling]
