@@ -394,6 +394,84 @@ def mixed(setting: Setting, older: list[Answer], newer: list[Answer]) -> list[An
     ]
 
 
+class Maker:
+    """Makes the pairs of one half and one engine. One engine runs at a time, and only once something is sampled."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.half = options, options.half
+        self.model = Model(options.gguf, options.folder / "checkpoint")
+        self.out = options.folder / (f"{options.half}-stand-in" if options.stand_in else options.half)
+        self.sampled: dict[Sampling, list[Answer]] = {}
+        self.nets: dict[tuple[str, str], Any] = {}
+        self.running: tuple[Path, Any] | None = None
+        self.began = time.perf_counter()
+
+    def pairs(self) -> None:
+        """Every pair that is missing."""
+        for wanted in declared.by_sampling(self.half, self.options.engine):
+            missing = [one for one in wanted if self.options.again or not (self.out / one.folder).exists()]
+            if not missing:
+                continue
+            answers = self.answers(wanted[0].sampling)
+            if wanted[0].mixture:
+                current = self.sample(Sampling(), self.newer(wanted[0].training.weights))
+                for one in missing:
+                    self.train([one], mixed(one, answers, current))
+            else:
+                self.train(missing, answers)
+        self.say("done")
+
+    def answers(self, sampling: Sampling) -> list[Answer]:
+        """What the engine says; where a sampling concerns a share of the samples only, the others are plain."""
+        if sampling.share < 1:
+            whole, plain = self.answers(replace(sampling, share=1.0)), self.answers(Sampling())
+            concerned = chosen(len(plain), sampling.share, declared.SEEDS[self.half])
+            return [whole[i] if i in concerned else plain[i] for i in range(len(plain))]
+        if sampling not in self.sampled:
+            kept = [] if self.options.again else kept_answers(self.out, self.half, self.options.engine, sampling)
+            self.sampled[sampling] = kept or self.sample(sampling, self.model.folder)
+        return self.sampled[sampling]
+
+    def sample(self, sampling: Sampling, checkpoint: Path) -> list[Answer]:
+        """What an engine with the weights of ``checkpoint`` says."""
+        if self.running is None or self.running[0] != checkpoint:
+            if self.running is not None:
+                self.running[1].close()
+            self.running = (checkpoint, self.engine(checkpoint))
+            self.say(f"{'transformers' if self.options.stand_in else self.options.engine} is loaded")
+        found: list[Answer] = self.running[1].sample(requests_of(self.half, sampling, self.model))
+        self.say(f"sampled {sum(len(one.tokens) for one in found)} tokens")
+        return found
+
+    def engine(self, checkpoint: Path) -> Any:
+        if self.options.stand_in:
+            return Transformers(Model(self.options.gguf, checkpoint))
+        return Vllm(checkpoint) if self.options.engine == "vllm" else LlamaCpp(self.options.gguf)
+
+    def newer(self, weights: str) -> Path:
+        """The checkpoint of training, where it has gone on from the engine's."""
+        steps, lr = UPDATES[weights]
+        folder = self.options.folder / f"{weights}-{self.half}"
+        return updated(self.model, self.answers(Sampling()), folder, declared.SEEDS[self.half], steps, lr)
+
+    def train(self, wanted: list[Setting], answers: list[Answer]) -> None:
+        """Training's side of settings that share their answers; every pair is written as soon as it is there."""
+        groups: dict[tuple[str, str], list[Setting]] = defaultdict(list)
+        for one in wanted:
+            groups[one.training.weights, one.training.dtype].append(one)
+        for (weights, dtype), own in groups.items():
+            if (weights, dtype) not in self.nets:
+                net = self.model.load(getattr(torch, dtype), self.newer(weights) if weights in UPDATES else None)
+                self.nets[weights, dtype] = rounded(net, weights) if weights in ("fp8", "int4") else net
+            trained = train_side(self.nets[weights, dtype], answers, own)
+            for one in own:
+                write(one, answers, trained[one.name], self.out)
+            self.say(f"{len(answers)} answers, {weights} weights in {dtype}: {', '.join(one.name for one in own)}")
+
+    def say(self, what: str) -> None:
+        print(f"[{time.perf_counter() - self.began:6.0f} s] {what}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("gguf", type=Path)
@@ -402,75 +480,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=("vllm", "llama.cpp"), required=True)
     parser.add_argument("--stand-in", action="store_true", help="transformers plays the engine")
     parser.add_argument("--again", action="store_true", help="make the pairs that are there already, too")
-    options = parser.parse_args()
-    began = time.perf_counter()
-
-    def said(what: str) -> None:
-        print(f"[{time.perf_counter() - began:6.0f} s] {what}", flush=True)
-
-    model = Model(options.gguf, options.folder / "checkpoint")
-    out = options.folder / (f"{options.half}-stand-in" if options.stand_in else options.half)
-
-    def newer(weights: str) -> Path:
-        """The checkpoint of training, where it has gone on from the engine's."""
-        steps, lr = UPDATES[weights]
-        folder, seed = options.folder / f"{weights}-{options.half}", declared.SEEDS[options.half]
-        return updated(model, answers_of(Sampling()), folder, seed, steps, lr)
-
-    engine: Any
-    if options.stand_in:
-        engine = Transformers(model)
-    else:
-        engine = Vllm(model.folder) if options.engine == "vllm" else LlamaCpp(options.gguf)
-    said(f"{'transformers' if options.stand_in else options.engine} is loaded")
-    nets: dict[tuple[str, str], Any] = {}
-
-    def made(wanted: list[Setting], answers: list[Answer]) -> None:
-        """Training's side of settings that share their answers; every pair is written as soon as it is there."""
-        groups: dict[tuple[str, str], list[Setting]] = defaultdict(list)
-        for one in wanted:
-            groups[one.training.weights, one.training.dtype].append(one)
-        for (weights, dtype), own in groups.items():
-            if (weights, dtype) not in nets:
-                net = model.load(getattr(torch, dtype), newer(weights) if weights in UPDATES else None)
-                nets[weights, dtype] = rounded(net, weights) if weights in ("fp8", "int4") else net
-            trained = train_side(nets[weights, dtype], answers, own)
-            for one in own:
-                write(one, answers, trained[one.name], out)
-            said(f"{len(answers)} answers, {weights} weights in {dtype}: {', '.join(one.name for one in own)}")
-
-    sampled: dict[Sampling, list[Answer]] = {}
-
-    def answers_of(sampling: Sampling) -> list[Answer]:
-        """What the engine says; where a sampling concerns a share of the samples only, the others are plain."""
-        if sampling.share < 1:
-            whole, plain = answers_of(replace(sampling, share=1.0)), answers_of(Sampling())
-            concerned = chosen(len(plain), sampling.share, declared.SEEDS[options.half])
-            return [whole[i] if i in concerned else plain[i] for i in range(len(plain))]
-        if sampling not in sampled:
-            kept = kept_answers(out, options.half, options.engine, sampling)
-            if kept and not options.again:
-                sampled[sampling] = kept
-                return kept
-            sampled[sampling] = engine.sample(requests_of(options.half, sampling, model))
-            said(f"sampled {sum(len(one.tokens) for one in sampled[sampling])} tokens")
-        return sampled[sampling]
-
-    for wanted in declared.by_sampling(options.half, options.engine):
-        missing = [one for one in wanted if options.again or not (out / one.folder).exists()]
-        if not missing:
-            continue
-        answers = answers_of(wanted[0].sampling)
-        if wanted[0].mixture:
-            folder = newer(wanted[0].training.weights)
-            engine.close()
-            engine = Transformers(Model(options.gguf, folder)) if options.stand_in else Vllm(folder)
-            current = engine.sample(requests_of(options.half, Sampling(), model))
-            for one in missing:
-                made([one], mixed(one, answers, current))
-        else:
-            made(missing, answers)
-    said("done")
+    Maker(parser.parse_args()).pairs()
 
 
 if __name__ == "__main__":
