@@ -16,7 +16,8 @@ from slime_instrument._analysis.moments import Ratio, mean_of
 CODE = "context-differs"
 ORDER = 85
 _SURE = 5.0  # standard errors
-_FADES = 0.22  # fall of log |δ| per unit of log(1 + place in the response)
+# Fall of log |δ| per unit of log(1 + place in the response): between weights rounded to 8 bits, and a missing token.
+_FADES = 0.18
 _CERTAIN = -0.05  # log μ above which a token cannot differ much, whatever the context
 _BINS = (-8.0, -5.0, -3.5, -2.5, -1.5, -0.8, -0.3)
 _FLOOR = 1e-3  # nats of logit

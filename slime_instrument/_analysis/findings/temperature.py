@@ -19,6 +19,7 @@ _SURE = 5.0  # standard errors
 _SMALLEST = 0.03  # |r - 1| worth a name
 _AGREE = (0.5, 1.6)  # slope over moment estimate: noise lowers it, and nothing but a temperature brings it near 1
 _MODEL = 0.1  # part of r - 1 by which the estimates may be off for other reasons than chance
+_MODEL_OF_ENTROPY = 0.01  # what the entropy of a position does not tell of its constant
 # Where the engine truncated, too, only the slope is left. Truncation has slopes of its own, but no token gains by it.
 _SMALLEST_SLOPE, _SMALLEST_GAIN = 0.07, 0.05  # of gain over loss
 _OF_SLOPE = (0.75, 1.25, 2.2)  # r - 1 as a multiple of the slope, which is too small: at least, usually, at most
@@ -115,7 +116,7 @@ def _fit(view: View, group: Group) -> Fit | None:
         return None
     exact = _by_entropy(view, group)
     if exact is not None and exact.beyond(_SURE):
-        reach = 2 * exact.error
+        reach = max(2 * exact.error, _MODEL_OF_ENTROPY)
         value = 1 + exact.value
         fit = replace(fit, ratio=value, low=value - reach, high=value + reach, t=abs(exact.t), how="entropies")
     return fit
