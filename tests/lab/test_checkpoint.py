@@ -1,4 +1,4 @@
-"""A Llama checkpoint and a rollout dump in the lab: the numbers are the model's, and what cannot be trained is refused."""
+"""A Llama checkpoint and a rollout dump in the lab: numbers are the model's, what cannot be trained is refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,11 @@ def largest_difference(config: dict[str, Any], weights: llama.Tensors, result: L
 @pytest.mark.parametrize("layout", [{}, {"cp": 2, "dp": 2}], ids=["single", "dp2cp2"])
 @pytest.mark.parametrize(
     "release",
-    [None, pytest.param("main", marks=pytest.mark.real_slime), pytest.param("v0.2.4", marks=pytest.mark.real_slime)],
+    [
+        None,
+        pytest.param("main", marks=pytest.mark.real_slime),
+        pytest.param("v0.2.4", marks=[pytest.mark.real_slime, pytest.mark.full]),
+    ],
 )
 def test_log_probs_are_those_of_the_model_and_weights_come_back_bit_for_bit(
     release: str | None,
@@ -211,9 +215,8 @@ def test_a_rollout_is_trained_as_it_is_under_its_own_number(
 def test_each_rollout_has_a_file_of_its_own(tmp_path: Path) -> None:
     """And the tiny model trains a dump too, where its tokens are in the vocabulary."""
     for number in range(2):
-        samples = llama.write_rollout(tmp_path / f"{number}.pt", tokens=[number, *range(6)], response_length=4)
-        for sample in samples:
-            sample["loss_mask"] = sample["rollout_log_probs"] = None
+        changes = {"tokens": [number, *range(6)], "response_length": 4, "rollout_log_probs": [-1.0] * 4}
+        samples = llama.write_rollout(tmp_path / f"{number}.pt", loss_mask=None, **changes)
         torch.save({"rollout_id": number, "samples": samples}, tmp_path / f"{number}.pt")
     result = train(LabOptions(out=tmp_path / "out", rollouts=2, rollout=tmp_path / "{rollout_id}.pt"))
     assert [path.name for path in result.train_dumps] == ["0.pt", "1.pt"]
