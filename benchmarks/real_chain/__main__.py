@@ -65,6 +65,7 @@ class Chain:
         self.environment = environments.ready(folder, engines=("vllm",))
         self.base = folder / "checkpoint"
         self.updated = out / "updated-weights"
+        self.reference = out / "transformers.pt"
         print(f"environment: {environments.versions(self.environment)}; slime: {slime}", flush=True)
 
     def seconds(self) -> float:
@@ -90,12 +91,11 @@ class Chain:
                 "clean", **options, **DP2_CP2, export_checkpoint=self.updated, overrides={"lr": LEARNING_RATE}
             )
         with self.step("transformers computes the same log-probs, and those of the next rollout"):
-            reference = self.out / "transformers.pt"
             rollouts = [str(self.sampled(name)) for name in ("clean", "behind")]
             self.environment.run(
-                HERE / "reference.py", [str(self.base), str(reference), *rollouts], self.out / "reference.log"
+                HERE / "reference.py", [str(self.base), str(self.reference), *rollouts], self.out / "reference.log"
             )
-        clean, self.behind_before = torch.load(reference, weights_only=True)
+        clean, _ = torch.load(self.reference, weights_only=True)
         agree = True
         for name, one, other in (
             ("slime in a single process against transformers", log_probs_of(single), clean),
@@ -107,6 +107,7 @@ class Chain:
         return agree
 
     def train_the_others(self) -> None:
+        """Those that differ from the clean one in a single thing."""
         with self.step("vLLM, given the exported weights, samples another rollout"):
             newer = self.out / "sampled" / "newer" / "1.pt"
             self.engine(self.updated, UPDATED, {newer: (1.0, 4)})
@@ -123,12 +124,14 @@ class Chain:
             with self.step(f"slime trains at DP2·CP2: {SCENARIOS[name]}"):
                 result = self.train(name, checkpoint=checkpoint, rollout=self.sampled(name), **DP2_CP2)
             if name == "behind":
-                moved = torch.cat(log_probs_of(result)) - torch.cat(self.behind_before)
+                _, before = torch.load(self.reference, weights_only=True)
+                moved = torch.cat(log_probs_of(result)) - torch.cat(before)
                 # Sampled from the old weights: the mean of k3 is the KL divergence of the new from them.
                 kl = (moved.exp() - 1 - moved).mean()
                 print(f"the update moved log-probs by {moved.abs().mean():.3f} nats on average, KL {kl:.2g}")
 
     def compare(self) -> None:
+        """What a user runs on a folder of dumps."""
         for name, different in SCENARIOS.items():
             folder = self.out / name
             print(f"\n## {name}: {different}\n", flush=True)

@@ -142,31 +142,34 @@ class Checkpoint:
             found["lm_head.weight"] = (self.vocabulary, self.hidden)
         return found
 
-    @cached_property
-    def files(self) -> dict[str, Path]:
-        """The file of each tensor.
+    def check_tensors(self) -> None:
+        """Look at the headers of the files, not at the weights.
 
         Raises:
             LabError: a tensor is missing, has another shape or type, or is none of this model.
         """
-        held: dict[str, tuple[Path, tuple[int, ...], str]] = {}
-        for path in self._weight_files():
-            for name, (shape, kind) in _header(path).items():
-                held[name] = (path, shape, kind)
         for name, shape in self.shapes.items():
-            if name not in held:
+            if name not in self._held:
                 raise _refused(self.folder, f"the tensor {name}", "none of that name")
-            _, found, kind = held[name]
+            _, found, kind = self._held[name]
             if found != shape:
                 raise _refused(self.folder, f"{name} of shape {shape}, as config.json says", str(found))
             if kind not in _TYPES:
                 raise _refused(self.folder, f"{name} in one of {', '.join(_TYPES)}", kind)
         # A tied head is stored by some; what is trained is the embedding.
         known = self.shapes.keys() | {"lm_head.weight"}
-        unknown = [name for name in held if name not in known and not _DERIVED.search(name)]
+        unknown = [name for name in self._held if name not in known and not _DERIVED.search(name)]
         if unknown:
             raise _refused(self.folder, "no tensor that a Llama model does not have", ", ".join(sorted(unknown)[:3]))
-        return {name: held[name][0] for name in self.shapes}
+
+    def file_of(self, name: str) -> Path:
+        """Where a tensor is."""
+        return self._held[name][0]
+
+    @cached_property
+    def _held(self) -> dict[str, tuple[Path, tuple[int, ...], str]]:
+        """File, shape and type of each tensor that is there."""
+        return {name: (path, *entry) for path in self._weight_files() for name, entry in _header(path).items()}
 
     def _weight_files(self) -> list[Path]:
         index = self.folder / INDEX

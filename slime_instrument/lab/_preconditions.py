@@ -75,7 +75,8 @@ def _checkpoint(options: LabOptions) -> Checkpoint | None:
             )
         return None
     found = Checkpoint.read(options.checkpoint)
-    if found.files and options.export_checkpoint == options.checkpoint:
+    found.check_tensors()
+    if options.export_checkpoint == options.checkpoint:
         raise _refused(
             "lab export_checkpoint", "a folder other than the checkpoint's", str(options.checkpoint), "Name another."
         )

@@ -50,7 +50,7 @@ def load(checkpoint: Checkpoint, actor_module: Any, args: Namespace, actor: Any,
     opened: dict[Path, Any] = {}
 
     def tensor(name: str) -> torch.Tensor:
-        path = checkpoint.files[name]
+        path = checkpoint.file_of(name)
         if path not in opened:
             opened[path] = safe_open(path, framework="pt")
         found: torch.Tensor = opened[path].get_tensor(name)
