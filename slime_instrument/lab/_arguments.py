@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime_instrument.lab._checkpoint import Checkpoint
 
 VOCABULARY = 64
 
@@ -162,6 +165,16 @@ LAYOUT_ARGUMENTS = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "data_parallel_size"),
     *("world_size", "num_gpus_per_node"),
 )
+
+
+#: What training a real model wants in the place of what makes a tiny one move. Every weight comes from the checkpoint,
+#: so none is made up before: that alone would take half a minute.
+_REAL = {"lr": 1e-6, "adam_eps": 1e-8, "perform_initialization": False}
+
+
+def model_arguments(checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """What follows from a checkpoint."""
+    return {} if checkpoint is None else {**_REAL, **checkpoint.arguments}
 
 
 def make_args(*, tp: int, pp: int, cp: int, world: int, **overrides: Any) -> Namespace:

@@ -12,7 +12,7 @@ from typing import Any
 from slime_instrument._errors import InstrumentError
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-_PATHS = ("out", "slime", "core", "rollout_log_probs", "plugin")
+_PATHS = ("out", "slime", "core", "rollout_log_probs", "plugin", "checkpoint", "rollout", "export_checkpoint")
 
 
 class LabError(InstrumentError, RuntimeError):
@@ -60,6 +60,16 @@ class LabOptions:
     """``file.py:function``, called as ``function(rank, actor_module, args)`` in each rank before the actor's init."""
     environment: Mapping[str, str] = field(default_factory=dict)
     save_weights: bool = False
+    checkpoint: Path | None = None
+    """A folder with a Hugging Face checkpoint of the Llama shape (``config.json`` and safetensors), to train in the
+    place of the tiny model. Its sizes win over the lab's; the learning rate becomes 1e-6."""
+    export_checkpoint: Path | None = None
+    """A folder for the weights after the last rollout, in the format of ``checkpoint`` and with its other files, such
+    as the tokenizer. Tensors have the type that is trained in."""
+    rollout: Path | None = None
+    """A rollout dump to train in the place of made-up samples, all of it and in its order. For several rollouts the
+    path has ``{rollout_id}``, which counts from 0. ``rollout_batch_size``, ``n_samples_per_prompt`` and
+    ``global_batch_size`` follow from it."""
     samples: str = "default"
     """``default``: eight samples with responses of 2 to 21 tokens. ``long``: responses of 13 tokens and more.
     ``uneven``: one sample more than ranks divide. ``edge``, or ``edge:KIND,KIND``: the kinds in
@@ -80,6 +90,14 @@ class LabOptions:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise LabError(f"slime_instrument: lab option {name}: expected a whole number above 0, found {value!r}")
+
+    @property
+    def rollout_files(self) -> list[Path]:
+        """The rollout dump of each rollout; none where samples are made up."""
+        if self.rollout is None:
+            return []
+        numbers = range(self.rollouts)
+        return [Path(str(self.rollout).replace("{rollout_id}", str(number))) for number in numbers]
 
     @property
     def world(self) -> int:

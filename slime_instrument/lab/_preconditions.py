@@ -1,4 +1,7 @@
-"""What cannot work is refused before anything is started, in one message; torch is not imported for it."""
+"""What cannot work is refused before anything is started, in one message.
+
+torch is imported only to read a rollout dump.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from slime_instrument._errors import five_parts
-from slime_instrument.lab._arguments import DEFAULTS, LAYOUT_ARGUMENTS
+from slime_instrument.lab._arguments import DEFAULTS, LAYOUT_ARGUMENTS, model_arguments
+from slime_instrument.lab._checkpoint import Checkpoint
 from slime_instrument.lab._extras import EXTRAS
 from slime_instrument.lab._faults import parse_fault
 from slime_instrument.lab._options import LabError, LabOptions
+from slime_instrument.lab._rollout import Rollout
+from slime_instrument.lab._rollout import refused as rollout_refused
 from slime_instrument.lab._samples import batch_size, edge_kinds
 from slime_instrument.lab._sources import MINIATURE, is_source
 
@@ -51,7 +57,45 @@ def check(options: LabOptions) -> None:
                 f"Run pip install --no-deps --target DIR megatron-core=={_OLD_CORE}.0, and set SLIME_OLD_CORE=DIR.",
             )
     _check_overrides(options)
-    _check_sizes(options)
+    checkpoint = _checkpoint(options)
+    values = {**DEFAULTS, **model_arguments(checkpoint), **options.overrides}
+    _check_layout(options, values)
+    if options.rollout is not None:
+        _check_rollouts(options, values)
+    else:
+        _check_batch(options, values)
+
+
+def _checkpoint(options: LabOptions) -> Checkpoint | None:
+    """The checkpoint of the run, once it is known that its tensors are there and that nothing contradicts it."""
+    if options.checkpoint is None:
+        if options.export_checkpoint is not None:
+            raise _refused(
+                "lab export_checkpoint", "a checkpoint to be trained", "none", "Set checkpoint=DIR, or save_weights."
+            )
+        return None
+    found = Checkpoint.read(options.checkpoint)
+    found.check_tensors()
+    if options.export_checkpoint == options.checkpoint:
+        raise _refused(
+            "lab export_checkpoint", "a folder other than the checkpoint's", str(options.checkpoint), "Name another."
+        )
+    for name in options.overrides:
+        if name in found.arguments:
+            raise _refused(
+                f"lab override {name}",
+                f"{found.arguments[name]}, as the checkpoint in {options.checkpoint} has it",
+                repr(options.overrides[name]),
+                "Leave it out.",
+            )
+    if options.overrides.get("allgather_cp") and options.cp > 1:
+        raise _refused(
+            "lab override allgather_cp",
+            "zigzag context parallelism, for which Megatron-Core's rotary positions are made",
+            "True",
+            "Leave it out, or set cp=1.",
+        )
+    return found
 
 
 def needs_old_core(slime: Path) -> bool:
@@ -103,21 +147,67 @@ def _names_read(slime: Path | None, core: Path | None) -> frozenset[str]:
     return frozenset(names)
 
 
-def _check_sizes(options: LabOptions) -> None:
-    values: dict[str, Any] = {**DEFAULTS, **options.overrides}
+def _check_layout(options: LabOptions, values: dict[str, Any]) -> None:
     for name, size, of, what in (
         ("tp", options.tp, values["num_query_groups"], "query groups"),
+        ("tp", options.tp, values["padded_vocab_size"], "tokens of vocabulary"),
         ("pp", options.pp, values["num_layers"], "layers"),
     ):
         if of % size:
             raise _refused(f"lab layout {name}={size}", f"a divisor of the model's {of} {what}", str(size), _fewer(of))
+
+
+def _check_rollouts(options: LabOptions, values: dict[str, Any]) -> None:
+    """Whether each rollout dump can be trained, in place of the lab's own samples, and by this layout."""
+    for name, unwanted in (
+        ("samples", options.samples != "default"),
+        ("extras", bool(options.extras)),
+        ("rollout_log_probs", options.rollout_log_probs is not None),
+        ("fault", (options.fault or "").partition(":")[0] == "sample-swap"),
+    ):
+        if unwanted:
+            raise _refused(
+                f"lab option {name}", "none beside a rollout dump, which is trained as it is",
+                repr(getattr(options, name)), "Leave it out, or leave out rollout.",
+            )  # fmt: skip
+    for name in ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size"):
+        if name in options.overrides:
+            raise _refused(
+                f"lab override {name}", "what the rollout dump has", repr(options.overrides[name]), "Leave it out."
+            )
+    files = options.rollout_files
+    if len(set(files)) < len(files):
+        raise _refused(
+            "lab rollout", f"{{rollout_id}} in the path, for {len(files)} rollouts", str(options.rollout), "Put it in."
+        )
+    rollouts = [Rollout.read(path) for path in files]
+    sizes = [(one.n_samples, one.n_rollouts, one.group_size) for one in rollouts]
+    for one, size in zip(rollouts, sizes, strict=True):
+        one.check_vocabulary(values["vocab_size"])
+        if size != sizes[0]:
+            raise rollout_refused(
+                one.path, f"{sizes[0][0]} samples in groups of the same size, as in {files[0].name}",
+                str(size[0]), "Train it in a run of its own.",
+            )  # fmt: skip
+    _check_division(options, values, rollouts[0].n_rollouts, rollouts[0].n_samples)
+
+
+def _check_batch(options: LabOptions, values: dict[str, Any]) -> None:
     count = values["rollout_batch_size"] * values["n_samples_per_prompt"]
-    rollouts = batch_size(options.samples, count, in_rollouts=True)
+    _check_division(
+        options,
+        values,
+        batch_size(options.samples, count, in_rollouts=True),
+        batch_size(options.samples, count, in_rollouts=False),
+    )
+
+
+def _check_division(options: LabOptions, values: dict[str, Any], rollouts: int, samples: int) -> None:
     if rollouts % options.steps:
         raise _refused(
-            f"lab steps={options.steps}", f"a divisor of the {rollouts} rollouts", str(options.steps), "Use 1 or 2."
+            f"lab steps={options.steps}", f"a divisor of the {rollouts} rollouts", str(options.steps), _fewer(rollouts)
         )
-    per_step = batch_size(options.samples, count, in_rollouts=False) // options.steps
+    per_step = samples // options.steps
     share = options.dp * values["micro_batch_size"]
     if not values["use_dynamic_batch_size"] and per_step % share:
         raise _refused(

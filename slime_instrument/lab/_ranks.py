@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ from megatron.core import mpu
 
 from slime_instrument.lab import _extras, _releases, _weights
 from slime_instrument.lab import _samples as sample_sets
-from slime_instrument.lab._arguments import VOCABULARY, make_args
+from slime_instrument.lab._arguments import make_args, model_arguments
+from slime_instrument.lab._checkpoint import Checkpoint
 from slime_instrument.lab._faults import StandingStill, parse_fault, shift_masks, swap_rollout_log_probs
 from slime_instrument.lab._options import LabOptions
+from slime_instrument.lab._rollout import Rollout
 from slime_instrument.lab._target import load_file
 
 
@@ -58,9 +60,11 @@ def _train(options: LabOptions, actor_module: Any, rank: int, port: int, answers
     # slime checks that there is a checkpoint before it asks Megatron-LM, here a stub, to load it.
     checkpoint_of(options).mkdir(parents=True, exist_ok=True)
     (checkpoint_of(options) / "latest_checkpointed_iteration.txt").touch()
-    args = _arguments(options)
+    checkpoint = Checkpoint.read(options.checkpoint) if options.checkpoint else None
+    rollouts = [Rollout.read(path) for path in options.rollout_files]
+    args = _arguments(options, checkpoint, rollouts)
     # The actor asks for these files although nothing in them is used.
-    for name, stub in (("AutoConfig", Namespace(vocab_size=VOCABULARY)), ("AutoTokenizer", None)):
+    for name, stub in (("AutoConfig", Namespace(vocab_size=args.vocab_size)), ("AutoTokenizer", None)):
         if hasattr(actor_module, name):
             getattr(actor_module, name).from_pretrained = staticmethod(lambda *_, _stub=stub, **__: _stub)
     _extras.prepare(actor_module, options.extras)
@@ -77,10 +81,12 @@ def _train(options: LabOptions, actor_module: Any, rank: int, port: int, answers
     actor = object.__new__(actor_module.MegatronTrainRayActor)
     actor._world_size, actor._rank = options.world, rank
     actor.init(args, "actor", with_ref=options.with_ref)
-    if options.with_ref:
-        # Weights of its own, so that log-probs taken from the wrong model show.
-        _weights.set_by_name(actor_module, args, actor, "ref")
-    _weights.set_by_name(actor_module, args, actor, "actor")
+    for tag in ("ref", "actor") if options.with_ref else ("actor",):
+        if checkpoint is not None:
+            _weights.load(checkpoint, actor_module, args, actor, tag)
+        else:
+            # The reference has weights of its own, so that log-probs taken from the wrong model show.
+            _weights.set_by_name(actor_module, args, actor, tag)
     parallel = {**getattr(actor, "train_parallel_config", {}), "dp_size": options.dp}
     known = torch.load(options.rollout_log_probs, weights_only=True) if options.rollout_log_probs else None
     # Where log-probs and losses are, so where the tracker is called and the patches see their calls.
@@ -90,17 +96,21 @@ def _train(options: LabOptions, actor_module: Any, rank: int, port: int, answers
         and mpu.get_data_parallel_rank(with_context_parallel=True) == 0
     )
     ready = time.monotonic()
-    for rollout_id in range(options.rollouts):
-        samples = sample_sets.make_samples(
-            args,
-            options.samples,
-            rollout_id,
-            known and known[rollout_id],
-            extra=options.extras,
-            # Releases that count a batch in samples cut the rollout before they dump it.
-            keep_dropped=_releases.batches_count_rollouts(),
-            two_of_one_length=fault is not None and fault.name == "sample-swap",
-        )
+    for number in range(options.rollouts):
+        if rollouts:
+            rollout_id, samples = rollouts[number].rollout_id, rollouts[number].of_target()
+        else:
+            rollout_id = number
+            samples = sample_sets.make_samples(
+                args,
+                options.samples,
+                rollout_id,
+                known and known[rollout_id],
+                extra=options.extras,
+                # Releases that count a batch in samples cut the rollout before they dump it.
+                keep_dropped=_releases.batches_count_rollouts(),
+                two_of_one_length=fault is not None and fault.name == "sample-swap",
+            )
         if fault and fault.name == "sample-swap" and rollout_id >= fault.value:
             swap_rollout_log_probs(samples)
         if rank == 0:
@@ -116,10 +126,12 @@ def _train(options: LabOptions, actor_module: Any, rank: int, port: int, answers
         dp_rank = mpu.get_data_parallel_rank(with_context_parallel=False)
         actor.train(rollout_id, boxes, **_extras.external_data(actor, boxes, options.extras, dp_rank))
         if reports:
-            answers.send(("progress", f"rollout {rollout_id + 1} of {options.rollouts} trained"))
+            answers.send(("progress", f"rollout {number + 1} of {options.rollouts} trained"))
     trained = time.monotonic()
     if options.save_weights:
         _weights.save(actor_module, args, actor, options.out / "weights" / f"{rank}.pt")
+    if options.export_checkpoint and checkpoint is not None:
+        _weights.export(checkpoint, actor_module, args, actor, options.export_checkpoint)
     torch.distributed.barrier()
     answers.send(
         (
@@ -142,7 +154,7 @@ def checkpoint_of(options: LabOptions) -> Path:
     return options.out / "iter_0000000"
 
 
-def _arguments(options: LabOptions) -> Namespace:
+def _arguments(options: LabOptions, checkpoint: Checkpoint | None, rollouts: Sequence[Rollout]) -> Namespace:
     out = options.out
     fault = parse_fault(options.fault)
     hot = {"rollout_temperature": fault.value} if fault and fault.name == "temperature" else {}
@@ -155,18 +167,26 @@ def _arguments(options: LabOptions) -> Namespace:
         ref_load=str(checkpoint_of(options)),
         hf_checkpoint=str(out / "hf"),
         num_rollout=options.rollouts,
-        **{**hot, **options.overrides},
+        **{**model_arguments(checkpoint), **hot, **options.overrides},
     )
     name = options.dump_name or ("{rollout_id}.pt" if _one_dump_per_rollout(options) else "{rollout_id}_{rank}.pt")
     args.save_debug_train_data = str(out / "train_data" / name)
     args.save_debug_rollout_data = str(out / "rollout_data" / "{rollout_id}.pt")
+    in_rollouts = _releases.batches_count_rollouts()
+    if rollouts:
+        # The preconditions have seen that all rollouts have one size.
+        first = rollouts[0]
+        args.log_passrate = first.group_size is not None
+        args.n_samples_per_prompt = first.group_size or first.n_samples
+        args.rollout_batch_size = first.n_samples // args.n_samples_per_prompt
+        args.global_batch_size = (first.n_rollouts if in_rollouts else first.n_samples) // options.steps
+        return args
     count = args.rollout_batch_size * args.n_samples_per_prompt
     if options.samples != "default":
         # Pass rates want whole groups of samples, which fan-out does not give them.
         args.log_passrate = False
         in_samples = sample_sets.batch_size(options.samples, count, in_rollouts=False)
         args.rollout_batch_size = in_samples // args.n_samples_per_prompt
-    in_rollouts = _releases.batches_count_rollouts()
     args.global_batch_size = sample_sets.batch_size(options.samples, count, in_rollouts=in_rollouts) // options.steps
     return args
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from slime_instrument._errors import five_parts
 from slime_instrument.lab import _extras
-from slime_instrument.lab._arguments import VOCABULARY
 from slime_instrument.lab._options import LabError
 
 
@@ -151,7 +150,7 @@ def make_samples(
         sample = Sample(
             index=shape.index,
             prompt="x",
-            tokens=[rng.randrange(VOCABULARY) for _ in range(shape.prompt + shape.response)],
+            tokens=[rng.randrange(args.vocab_size) for _ in range(shape.prompt + shape.response)],
             response_length=shape.response,
             reward=float(rng.random() < 0.5),
             status=Sample.Status.COMPLETED,
