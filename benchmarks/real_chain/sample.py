@@ -72,9 +72,8 @@ def main() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"rollout_id": int(path.stem), "samples": samples}, path)
         tokens = sum(one["response_length"] for one in samples)
-        print(
-            f"[vLLM] {path}: {len(samples)} samples, {tokens} tokens, {time.perf_counter() - began:.0f} s", flush=True
-        )
+        said = f"{len(samples)} answers at {temperature}, {tokens} tokens: {path}"
+        print(f"[{time.perf_counter() - began:6.0f} s] {said}", flush=True)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class Environment:
                 kept.write(line)
                 kept.flush()
                 last = [*last[-20:], line]
-                if line.startswith("["):
+                if line.startswith("[ "):  # seconds; torch has lines with a bracket too
                     print(line, end="", flush=True)
         if process.returncode:
             raise RuntimeError(f"{script.name} {' '.join(arguments)} failed; {log} has all of it:\n{''.join(last)}")
