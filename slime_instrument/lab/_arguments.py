@@ -167,9 +167,17 @@ LAYOUT_ARGUMENTS = (
 )
 
 
-#: What training a real model wants in the place of what makes a tiny one move. Every weight comes from the checkpoint,
-#: so none is made up before: that alone would take half a minute.
-_REAL = {"lr": 1e-6, "adam_eps": 1e-8, "perform_initialization": False}
+def _left_as_allocated(weight: Any) -> None:
+    """How weights that a checkpoint replaces are initialised: making them up alone would take half a minute."""
+
+
+#: What training a real model wants in the place of what makes a tiny one move. The initialisation itself stays on:
+#: it is what marks a parameter as one part of a tensor-parallel weight.
+_REAL = {
+    "lr": 1e-6,
+    "adam_eps": 1e-8,
+    **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _left_as_allocated),
+}
 
 
 def model_arguments(checkpoint: Checkpoint | None) -> dict[str, Any]:
