@@ -19,9 +19,9 @@ CHECKOUT = "681b3adca~1"
 def _lacking(marker: str) -> str | None:
     """Why tests with this marker cannot run here; None where they can."""
     if importlib.util.find_spec("megatron") is None:
-        return "megatron-core is not installed: pip install 'slime-instrument[lab]'"
+        return "megatron-core is not installed: install slime-instrument[lab]"
     if marker == "ray" and importlib.util.find_spec("ray") is None:
-        return "ray is not installed: pip install 'slime-instrument[lab]'"
+        return "ray is not installed: install slime-instrument[lab]"
     if marker == "real_slime" and all(source.name != CHECKOUT for source in find_sources()):
         return f"no slime checkout named {CHECKOUT} in $SLIME_SOURCES or ~/.cache/slime-instrument/sources"
     return None

@@ -1,4 +1,4 @@
-"""``slime-instrument run``: become the command, with the environment that arms it."""
+"""``slime-instrument run``: replace this process with the command, in an environment that arms it."""
 
 from __future__ import annotations
 

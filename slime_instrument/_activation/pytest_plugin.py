@@ -68,7 +68,7 @@ def train_slime_miniature(tmp_path_factory: pytest.TempPathFactory) -> Callable[
     import importlib.util
 
     if importlib.util.find_spec("megatron") is None:
-        pytest.skip("training the miniature needs megatron-core: pip install 'slime-instrument[lab]'")
+        pytest.skip("training the miniature needs megatron-core: install slime-instrument[lab]")
 
     def train(**options: Any) -> LabResult:
         from slime_instrument import lab

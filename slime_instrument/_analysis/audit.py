@@ -1,4 +1,4 @@
-"""Are the rewards and advantages right? Both are worked out again from the rollout's rewards, as slime's code does it.
+"""Are the rewards and advantages right? Both are recomputed from the rollout's rewards, as slime's code does it.
 
 What slime computes is one question, whether that is what was meant is another: a baseline over the samples of several
 prompts is a finding even where slime computed it as written.
@@ -93,7 +93,7 @@ class Audit:
         rollout_id: which rollout.
         groups: the groups of the baseline; those of one prompt where the estimator has no baseline.
         findings: what is wrong.
-        checked: fields that were worked out again and compared, such as ``rewards`` and ``advantages``.
+        checked: fields that were recomputed and compared, such as ``rewards`` and ``advantages``.
         unchecked: field -> why it was not.
     """
 
@@ -487,7 +487,7 @@ class _Auditor:
 
 @dataclass(frozen=True)
 class _Worked:
-    """kl, returns and advantages worked out again.
+    """kl, returns and advantages, recomputed.
 
     Attributes:
         fields: field -> position -> values, float64, shape ``(response,)``.

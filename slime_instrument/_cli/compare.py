@@ -50,7 +50,7 @@ _BAR = 40
 
 
 class FailOn(str, Enum):
-    """From which verdict on a comparison fails."""
+    """The mildest verdict that fails a comparison."""
 
     fault = "fault"
     unexplained = "unexplained"
@@ -82,7 +82,7 @@ def compare(
             "--fail-above",
             "--fail-if",
             metavar="METRIC>VALUE",
-            help=f"Exit 1 if the metric is above the value, or with < below it. Metrics: {', '.join(METRICS)}; "
+            help=f"Exit 1 if METRIC is above VALUE (METRIC<VALUE: below). Metrics: {', '.join(METRICS)}; "
             f"counts: {', '.join(COUNTS)}.",
         ),
     ] = None,
@@ -92,12 +92,12 @@ def compare(
     fail_on: Annotated[
         FailOn,
         typer.Option(
-            help="From which verdict on the exit status is 1. Having compared nothing is 2 unless it is named here."
+            help="Exit 1 for this verdict or a worse one. If nothing was compared, exit 2, or 1 with nothing-compared."
         ),
     ] = FailOn.unexplained,
     annotations: Annotated[
         Annotations | None,
-        typer.Option(help="Write the verdicts for a CI system, too: github to stderr, junit to --annotations-file."),
+        typer.Option(help="Also write the verdicts for a CI system: github to stderr, junit to --annotations-file."),
     ] = None,
     annotations_file: Annotated[
         Path, typer.Option(metavar="FILE.xml", help="Where --annotations junit writes.")
@@ -105,7 +105,7 @@ def compare(
     allow_pickle: AllowPickle = False,
     json: Json = False,
 ) -> None:
-    """Join by position, confirm by tokens, measure the mismatch, name its cause.
+    """Compare rollout and train log-probs: join the samples, measure the mismatch, name its cause.
 
     The last line is the verdict. Exit status 1: the verdict is as bad as --fail-on says, or a --fail-if is true.
     2: nothing could be compared, or a file could not be read.
@@ -308,7 +308,7 @@ def report(
     tokenizer: Tokenizer = None,
     sweep: Annotated[
         str | None,
-        typer.Option(metavar="NAME:PARAMETER=VALUE,VALUE,…", help="Draw what-if's sweep of a correction as a curve."),
+        typer.Option(metavar="NAME:PARAMETER=VALUE,VALUE,…", help="Add the curve of a what-if sweep to the page."),
     ] = None,
     allow_pickle: AllowPickle = False,
     json: Json = False,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _SHOWN_PER_CODE = 10
 _SHOWN_CHARACTERS = 200
-_Size = Annotated[int | None, typer.Option(min=1, metavar="N", help="Size of the run; inferred if left out.")]
+_Size = Annotated[int | None, typer.Option(min=1, metavar="N", help="Parallel size of the run; inferred if left out.")]
 
 
 class Level(str, Enum):
@@ -158,7 +158,7 @@ def validate(
 ) -> None:
     """Check structure, lengths, order, coverage and schedule; with --rollout also tokens and rewards.
 
-    Exit status 1: something is wrong. 2: a file could not be read; the others are still checked.
+    Exit status 1: a problem was found. 2: a file could not be read; the others are still checked.
     """
     with reporting_errors(as_json=json):
         from slime_instrument._format.pairs import dump_files
@@ -166,7 +166,7 @@ def validate(
 
         if not dump_files(dumps):
             raise UsageError(f"{dumps[0]}: holds no dumps. Nothing was validated.")
-        # A folder without dumps is told as what it is beside the others: unreadable.
+        # Beside others, a folder without dumps counts as unreadable.
         files = list(dict.fromkeys(file for path in dumps for file in dump_files([path]) or [path]))
         report = validate_files(files, rollout=rollout, allow_pickle=allow_pickle)
     unreadable = report.unreadable
@@ -215,7 +215,7 @@ def extract(
     ] = None,
     finding: Annotated[str | None, typer.Option(metavar="CODE", help="The samples that this finding names.")] = None,
     split_by: Annotated[
-        SplitBy | None, typer.Option(help="One file for each of them, with its name before the suffix.")
+        SplitBy | None, typer.Option(help="Write one file per finding, status or reward, and name it after that.")
     ] = None,
     allow_pickle: AllowPickle = False,
     json: Json = False,
@@ -299,7 +299,7 @@ def _print_extract(one: Extract) -> None:
     samples, groups = counted(len(one.positions), "sample"), counted(one.n_groups, "group")
     out.print(f"{shown(one.path)}{label}: {samples} in {groups}, {len(one.chosen)} of them chosen")
     out.print(f"  positions {', '.join(map(str, one.positions))}")
-    out.print("  train it with the run's own arguments and these in place of its own:")
+    out.print("  to train on it, replace these arguments of the run:")
     out.print(f"  {shown(one.command)}")
     for warning in one.warnings:
         note(f"slime_instrument: {one.path}: {warning}")
@@ -307,7 +307,7 @@ def _print_extract(one: Extract) -> None:
 
 def export(
     dumps: Annotated[list[Path], typer.Argument(metavar="DUMP...", help="Dumps, or folders of dumps.")],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE.parquet", help="The file to write.")],
+    output: Annotated[Path, typer.Option("--out", "-o", "--output", metavar="FILE.parquet", help="The file to write.")],
     level: Annotated[Level, typer.Option(help="One row per sample or per response token.")] = Level.sample,
     allow_pickle: AllowPickle = False,
     json: Json = False,
@@ -337,7 +337,7 @@ def convert(
     old: Annotated[
         list[Path], typer.Argument(metavar="OLD...", help="The per-rank files of one rollout, or a folder of them.")
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE.pt", help="The v2 file to write.")],
+    output: Annotated[Path, typer.Option("--out", "-o", "--output", metavar="FILE.pt", help="The v2 file to write.")],
     rollout: Annotated[
         Path | None, typer.Option(metavar="DUMP", help="The rollout dump: proves each sample's position.")
     ] = None,
@@ -346,7 +346,7 @@ def convert(
     cp: _Size = None,
     dp: _Size = None,
     order: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="How ranks are counted, fastest first (tp-cp-dp-pp).")
+        str | None, typer.Option(metavar="NAMES", help="Parallel groups, innermost first (tp-cp-dp-pp).")
     ] = None,
     allow_pickle: AllowPickle = False,
     json: Json = False,

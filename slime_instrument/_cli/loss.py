@@ -44,7 +44,7 @@ def audit(
     dumps: PairedDumps,
     argument: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="An argument of slime's that the dump does not record."),
+        typer.Option(metavar="NAME=VALUE", help="A training argument that the dump does not record."),
     ] = None,
     allow_pickle: AllowPickle = False,
     json: Json = False,
@@ -99,9 +99,9 @@ def _print_audit(one: Audit, gradient: Gradient) -> None:
     out = console()
     flat = sum(group.without_variance for group in one.groups)
     out.print(f"rollout {one.rollout_id}: {len(one.groups)} groups, {flat} of them with equal rewards throughout")
-    out.print(f"  worked out again: {', '.join(one.checked) or 'nothing'}")
+    out.print(f"  recomputed: {', '.join(one.checked) or 'nothing'}")
     for name, reason in one.unchecked.items():
-        out.print(f"  not {name}: {shown(reason)}")
+        out.print(f"  not checked: {name} ({shown(reason)})")
     for finding in one.findings:
         print_finding(finding.code, finding.message, finding.samples)
     if not one.findings:
@@ -112,7 +112,7 @@ def _print_audit(one: Audit, gradient: Gradient) -> None:
             f"|∂loss/∂log π|, {share.times_ordinary:.3g} times an equal part"
         )
     for reason, samples in gradient.unknown.items():
-        out.print(f"  not in that: {len(samples)} samples: {shown(reason)}")
+        out.print(f"  not included: {len(samples)} samples: {shown(reason)}")
     for text in gradient.notes:
         out.print(f"  {shown(text)}")
 
@@ -124,7 +124,7 @@ def what_if(
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME[:PARAMETER=VALUE,…]", help="Only this one, with its splits. May be repeated."),
+        typer.Option(metavar="NAME[:PARAMETER=VALUE,…]", help="Only this one, shown by group. May be repeated."),
     ] = None,
     sweep: Annotated[
         str | None, typer.Option(metavar="NAME:PARAMETER=VALUE,VALUE,…", help="One policy at several thresholds.")

@@ -171,7 +171,7 @@ def need(module: str, who: str, *, extra: str, as_json: bool = False) -> None:
     try:
         importlib.import_module(module)
     except ImportError:
-        fail(f"{who} needs {module}: pip install 'slime-instrument[{extra}]'", as_json=as_json)
+        fail(f"{who} needs {module}: install slime-instrument[{extra}]", as_json=as_json)
 
 
 def finish(code: int) -> NoReturn:

@@ -29,7 +29,7 @@ _NARROWEST = 20
 
 def status(
     folder: Annotated[
-        Path | None, typer.Argument(help="A folder of dumps: answers for its run, also while the job runs.")
+        Path | None, typer.Argument(help="A folder of dumps: shows what its run wrote, also while the job runs.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -58,7 +58,7 @@ def status(
             note(str(error))
             finish(WRONG)
         if unknown:
-            note(f"slime_instrument: no such setting, ignored: {', '.join(unknown)}")
+            note(f"slime_instrument: ignored unknown settings: {', '.join(unknown)}")
         missing = advice()
         if missing is not None:
             note(f"slime_instrument: {missing}.")
@@ -70,8 +70,8 @@ def check(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Probe slime without training: whether train dumps will be written with it, who captures their log-probs, and
-    the state of each patch.
+    """Read slime's source, without training: whether train dumps will be written, whether slime or this package
+    provides their log-probs, and the state of each patch.
 
     Exit status 1: no v2 train dump would be written.
     """
@@ -111,7 +111,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 def run(
     command: Annotated[list[str], typer.Argument(metavar="CMD...", help="What to run, with its arguments.")],
 ) -> None:
-    """Set SLIME_INSTRUMENT=1, say in one line what will be patched, and become the command.
+    """Set SLIME_INSTRUMENT=1, say in one line what will be patched, and replace this process with the command.
 
     The exit status is the command's own; 2 if there is no such command.
     """
@@ -136,11 +136,14 @@ def demo(
     rollouts: Annotated[int, typer.Option(min=1, metavar="N", help="Rollouts to train.")] = 2,
     fault: Annotated[
         str | None,
-        typer.Option(metavar="NAME[:VALUE]", help="Plant a fault, to see its picture; a wrong name lists them."),
+        typer.Option(
+            metavar="NAME[:VALUE]",
+            help="Inject a fault, to see how the report shows it: stale-weights, temperature, sample-swap, mask-shift.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Train a tiny model on the CPU under instrumentation, and say what agrees.
+    """Train a tiny model on the CPU under instrumentation, and compare its log-probs with those of a single process.
 
     Without any size the layout is DP2 CP2; otherwise every size that is not given is 1.
     """

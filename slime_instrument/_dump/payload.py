@@ -34,7 +34,7 @@ from slime_instrument._errors import DumpError, contained, log
 from slime_instrument._format.schema import COLUMN_TO_SAMPLE_KEY, FORMAT_VERSION, ID_COLUMNS, PROVENANCE
 from slime_instrument._installation import versions
 
-# What decides how slime makes advantages and losses of rewards: recorded, so that they can be worked out again.
+# What decides how slime makes advantages and losses of rewards: recorded, so that they can be recomputed.
 _ARGUMENTS = (
     "advantage_estimator", "normalize_advantages", "grpo_std_normalization", "rewards_normalization",
     "n_samples_per_prompt", "rollout_batch_size", "global_batch_size", "num_steps_per_rollout", "gamma", "lambd",

@@ -119,7 +119,7 @@ class TensorReference:
         try:
             from safetensors import SafetensorError, safe_open
         except ImportError:
-            raise self._refusal("needs safetensors", "pip install 'slime-instrument[analysis]'") from None
+            raise self._refusal("needs safetensors", "install slime-instrument[analysis]") from None
         try:
             with safe_open(file, framework="pt", device="cpu") as content:
                 whole = content.get_slice("tensor")

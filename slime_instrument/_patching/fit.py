@@ -10,7 +10,7 @@ from types import ModuleType
 
 import wrapt
 
-from slime_instrument._patching.patch import Patch, PatchStatus, State, Target
+from slime_instrument._patching.patch import NOT_WITHOUT, Patch, PatchStatus, State, Target
 from slime_instrument._patching.trampoline import parameters
 
 
@@ -138,7 +138,7 @@ def probe(patches: Iterable[Patch], root: Path) -> list[PatchStatus]:
     statuses = []
     for patch, target, state, reason in found:
         if state is State.PENDING and patch.name in causes:
-            state, reason = State.SKIPPED, f"steps back together with {causes[patch.name].name!r}"
+            state, reason = State.SKIPPED, f"{NOT_WITHOUT} {causes[patch.name].name!r}"
         statuses.append(PatchStatus(patch.name, patch.group, str(target), str(state), reason, 0, 0))
     return statuses
 

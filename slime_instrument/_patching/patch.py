@@ -27,6 +27,10 @@ KEYWORD_ONLY = -1
 """In place of a parameter's position: it is never among the positional arguments."""
 
 
+#: How the reason begins for a patch that would fit, but belongs together with one that is not applied.
+NOT_WITHOUT = "not applied without"
+
+
 class State(str, enum.Enum):
     """What has become of a patch in this process. Each state comes with a reason in words."""
 
@@ -35,7 +39,7 @@ class State(str, enum.Enum):
     ACTIVE = "ACTIVE"  # the target is wrapped
     INCOMPATIBLE = "INCOMPATIBLE"  # the target is not there or has another signature
     FAILED = "FAILED"  # failed repeatedly and stepped out for the rest of the process
-    SKIPPED = "SKIPPED"  # not needed here, or stepped back together with another patch
+    SKIPPED = "SKIPPED"  # not needed here, or not applied without another patch
     DRIFTED = "DRIFTED"  # somebody replaced or wrapped the target after us
     REMOVED = "REMOVED"  # taken back by uninstrument()
 
@@ -140,7 +144,7 @@ def around(name: str, *targets: str, group: str = "", **more: Any) -> Callable[[
         takes: the target's parameters that the hook relies on. A target without one of them is not wrapped.
         idle: asked before anything else in each call. True: nothing to do, so that the call costs next to nothing.
         needs: groups without which this patch is not applied.
-        optional: the target may be missing without the group stepping back.
+        optional: the rest of the group is applied even where the target is missing.
         on_failure: what a failure costs, as a sentence for the log.
         unless: what makes the patch unnecessary; it is skipped then, whether its target fits or not.
     """

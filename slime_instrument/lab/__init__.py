@@ -1,7 +1,7 @@
 """Trains real slime, or the bundled miniature, on this machine's CPU: one forked gloo process per rank.
 
-For tests of code that works on slime's dumps or is called by slime, and for the demonstration. Needs
-``pip install 'slime-instrument[lab]'``. What is not named here is internal.
+For tests of code that works on slime's dumps or is called by slime, and for the demonstration. Needs the
+extra ``slime-instrument[lab]``. What is not named here is internal.
 
 Nothing heavy is imported here, and nothing is armed or patched in the calling process: putting the CPU in the place of
 CUDA changes torch for the whole process, so training runs in processes of its own.

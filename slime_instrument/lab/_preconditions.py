@@ -41,7 +41,7 @@ def check(options: LabOptions) -> None:
             "Point --slime or SLIME_SOURCE at a checkout, or leave both out to train the miniature.",
         )
     if options.core is None and importlib.util.find_spec("megatron") is None:
-        raise _refused("lab", "megatron-core", "no such package", "Install it: pip install 'slime-instrument[lab]'.")
+        raise _refused("lab", "megatron-core", "no such package", "Install slime-instrument[lab].")
     edge_kinds(options.samples)
     for name in options.extras:
         if name not in EXTRAS:

@@ -125,7 +125,7 @@ def _report(out: Path, rollouts: Iterable[Path], trained: Iterable[Path]) -> tup
 
         written = write_report([*rollouts, *trained], out / "report.html")
     except ImportError as error:
-        return None, f"No report.html: {error.name} is not installed (pip install 'slime-instrument[report]')."
+        return None, f"No report.html: {error.name} is not installed (install slime-instrument[report])."
     return written.path, written.verdict.text
 
 

@@ -80,3 +80,10 @@ def test_sizes_that_are_not_given_are_1_unless_none_is(
     assert tuple(seen[name] for name in ("tp", "pp", "cp", "dp")) == layout
     assert seen["rollouts"] == 3
     assert "the bundled miniature" in outcome.out
+
+
+def test_the_help_names_every_fault_that_can_be_injected(call: Any) -> None:
+    from slime_instrument.lab._faults import FAULTS
+
+    text = " ".join(call("demo", "--help").out.split())
+    assert all(name in text for name in FAULTS)

@@ -59,7 +59,7 @@ def test_an_argument_that_the_dump_lacks_may_be_given(call: Any, tmp_path: Path)
     run = Run()
     recorded, run.arguments = run.arguments, {}
     dumps = written(run, tmp_path)
-    assert "not rewards" in call("audit", *dumps).out
+    assert "not checked: rewards" in call("audit", *dumps).out
     given = [f"--argument={name}={value}" for name, value in recorded.items()]
     assert strict(call("audit", *dumps, *given, "--json").out)["checked"] == ["rewards", "kl", "returns", "advantages"]
 

@@ -61,4 +61,4 @@ def test_a_misspelt_setting_is_named(call: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("SLIME_INSTRUMENT_EVRY", "3")
     outcome = call("status")
     assert outcome.code == 0
-    assert "no such setting, ignored: SLIME_INSTRUMENT_EVRY" in outcome.err
+    assert "ignored unknown settings: SLIME_INSTRUMENT_EVRY" in outcome.err

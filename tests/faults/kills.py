@@ -6,6 +6,7 @@ writer left beside it is cleaned as the next run would. Exit status 1 when a fil
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import signal
@@ -100,9 +101,12 @@ def _fork(work: Callable[[], None]) -> int:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.kills", description=__doc__)
+    parser.add_argument("count", type=int, nargs="?", default=200, help="how many writers to kill (default 200)")
+    count = parser.parse_args().count
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        tally = kill_writers(Path(folder), int(sys.argv[1]) if len(sys.argv) > 1 else 200)
+        tally = kill_writers(Path(folder), count)
     print(tally)
     return int(bool(tally.torn or tally.strays))
 

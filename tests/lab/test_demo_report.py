@@ -26,5 +26,5 @@ def test_without_the_library_the_demo_says_what_to_install(tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "jinja2", None)
     page, note = _report(tmp_path, [run / "rollout_data" / "0.pt"], [run / "train_data" / "0.pt"])
     assert page is None
-    assert note == "No report.html: jinja2 is not installed (pip install 'slime-instrument[report]')."
+    assert note == "No report.html: jinja2 is not installed (install slime-instrument[report])."
     assert not (tmp_path / "report.html").exists()

@@ -20,7 +20,7 @@ _HOOK = f"{Path(__file__).with_name('real_tracking.py')}:use_real_trackers"
 
 @pytest.fixture
 def checkout() -> Callable[[str], Path]:
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'slime-instrument[lab]'")
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed: install slime-instrument[lab]")
 
     def find(name: str) -> Path:
         # A checkout of main may have its commit behind its name.

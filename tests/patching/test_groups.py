@@ -35,7 +35,7 @@ def test_a_group_with_a_misfit_is_not_applied_at_all(world: World, patcher: Make
     before = world.snapshot()
     ours.arm()
     assert states(ours) == {"a": "SKIPPED", "b": "INCOMPATIBLE"}
-    assert ours["a"].reason == "steps back together with 'b'"
+    assert ours["a"].reason == "not applied without 'b'"
     assert target.a(1) == 1
     assert same(before, world.snapshot())
 
@@ -77,7 +77,7 @@ def test_groups_that_need_a_broken_one_step_back_through_a_chain(world: World, p
     )
     ours.arm()
     assert states(ours) == {"c": "SKIPPED", "b": "SKIPPED", "a": "INCOMPATIBLE", "free": "ACTIVE"}
-    assert ours["c"].reason == "steps back together with 'a'"
+    assert ours["c"].reason == "not applied without 'a'"
 
 
 def test_a_need_that_is_not_there_breaks_only_those_that_need_it(world: World, patcher: Make) -> None:

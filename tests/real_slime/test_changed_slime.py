@@ -118,7 +118,7 @@ def test_the_reason_names_what_is_missing(changed: Changed) -> None:
 
 
 def test_what_belongs_together_steps_back_together(changed: Changed) -> None:
-    stepped_back = {patch["name"] for patch in changed.result.patches if "steps back together" in patch["reason"]}
+    stepped_back = {patch["name"] for patch in changed.result.patches if "not applied without" in patch["reason"]}
     assert stepped_back == set(changed.change.step_back)
     assert {changed.states[name] for name in stepped_back} <= {"SKIPPED"}
 
