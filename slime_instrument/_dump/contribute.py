@@ -140,28 +140,30 @@ class Contribution:
         """Of the streams, one by one; where it is held."""
         return [bytes_of(flat) for (flat,) in self.streams.values()]
 
-    def in_memory(self, meanwhile: Callable[[], None] = lambda: None) -> Contribution:
-        """The same, held; ``meanwhile`` is called while bytes are copied."""
-        if self.held:
-            return self
-        copied = self.empty(self.description)
-        room, place = iter(copied.memory()), memoryview(b"")
-        for piece in map(bytes_of, self.pieces(_CACHED_BYTES)):
-            if not place:
-                place = next(room)
+    def take(self, key: StreamKey) -> torch.Tensor:
+        """One stream, flat and nobody else's, and only once: so that it is given up as soon as it was used."""
+        tensors = self.streams.pop(key, [])
+        if self.held and tensors:
+            return tensors[0]
+        flat = torch.empty(self.description.sizes.get(key, 0), dtype=key[1], device="cpu")
+        place = bytes_of(flat)
+        for piece in map(bytes_of, _pieces_of(key, tensors, _CACHED_BYTES)):
             place[: len(piece)] = piece
             place = place[len(piece) :]
-            meanwhile()
-        return copied
+        return flat
 
     def pieces(self, on_device: int) -> Iterator[torch.Tensor]:
         """All bytes in stream order: flat uint8 tensors on the CPU, each of one stream. Neighbours on a device are
         joined there, up to ``on_device`` bytes at a time; on the CPU in steps that stay in the processor's cache."""
         for key, tensors in self.streams.items():
-            for run in _neighbours(tensors, max(1, on_device // key[1].itemsize), _CACHED_BYTES // key[1].itemsize):
-                with torch.no_grad():
-                    whole = torch.cat(run) if len(run) > 1 else run[0].detach().contiguous()
-                    yield whole.cpu().view(torch.uint8)
+            yield from _pieces_of(key, tensors, on_device)
+
+
+def _pieces_of(key: StreamKey, tensors: Sequence[torch.Tensor], on_device: int) -> Iterator[torch.Tensor]:
+    for run in _neighbours(tensors, max(1, on_device // key[1].itemsize), _CACHED_BYTES // key[1].itemsize):
+        with torch.no_grad():
+            whole = torch.cat(run) if len(run) > 1 else run[0].detach().contiguous()
+            yield whole.cpu().view(torch.uint8)
 
 
 _CACHED_BYTES = 1 << 20

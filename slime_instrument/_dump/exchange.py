@@ -261,15 +261,14 @@ class Receiver:
         self._listener.close()
 
     def receive(self, own: Contribution) -> list[Contribution]:
-        """Everybody's part, ``own`` among them, in memory of their own.
+        """Everybody's part, ``own`` among them; the others' are in memory of their own.
 
         Raises :class:`DumpError` naming the ranks that stood still or ended early.
         """
         self._take_descriptions()
-        held = own.in_memory(self._keep_alive)
         self._take_parts()
         others = [self._by_rank[rank].part for rank in sorted(self._by_rank)]
-        return [held, *(part for part in others if part is not None)]
+        return [own, *(part for part in others if part is not None)]
 
     def _take_descriptions(self) -> None:
         """Of all senders."""

@@ -146,7 +146,6 @@ def _restored(parts: Mapping[int, Contribution], cp: int, cp_fields: Sequence[st
     for rank, part in parts.items():
         if (part.description.total_lengths, part.description.response_lengths) != (totals, responses):
             raise DumpError(f"context-parallel rank {rank} has other samples than rank 0")
-    flats = {rank: part.in_memory().streams for rank, part in parts.items()}
 
     @cache  # nearly always all fields hold the same samples
     def runs_of(rank: int, samples: tuple[int, ...]) -> list[Run]:
@@ -158,12 +157,12 @@ def _restored(parts: Mapping[int, Contribution], cp: int, cp_fields: Sequence[st
             None if padded is None else [padded[i] for i in samples],
         )
 
-    restored = Restored(head, {key: flats[0].pop(key)[0] for key in list(flats[0]) if key[0] == COMMON})
+    restored = Restored(head, {key: parts[0].take(key) for key in list(parts[0].streams) if key[0] == COMMON})
     for name in cp_fields:
         held = {rank: one.description.sharded[name] for rank, one in parts.items() if name in one.description.sharded}
         if held:
             try:
-                restored.fields[name] = _restored_field(name, head, held, flats, cp, runs_of)
+                restored.fields[name] = _restored_field(name, head, held, parts, cp, runs_of)
             except DumpError as error:
                 restored.left_out[name] = str(error)
     return restored
@@ -173,11 +172,11 @@ def _restored_field(
     name: str,
     head: Description,
     held: Mapping[int, Sequence[Sharded]],
-    flats: Mapping[int, dict[StreamKey, list[torch.Tensor]]],
+    parts: Mapping[int, Contribution],
     cp: int,
     runs_of: Callable[[int, tuple[int, ...]], list[Run]],
 ) -> list[Any]:
-    """The values of one field, by sample. ``held``, ``flats``: by context-parallel rank. Raises :class:`DumpError`."""
+    """The values of one field, by sample. ``held``, ``parts``: by context-parallel rank. Raises :class:`DumpError`."""
     kinds = {rank: [(one.key, one.samples) for one in groups] for rank, groups in held.items()}
     first = next(iter(held))
     if any(kind != kinds[first] for kind in kinds.values()):
@@ -200,8 +199,7 @@ def _restored_field(
                 raise DumpError(
                     f"of context-parallel rank {rank} holds {there} values; rank 0's lengths make it {expected}"
                 )
-        nothing = [torch.empty(0, dtype=key[1], device="cpu")]
-        taken = {rank: flats[rank].pop(key, nothing)[0] for rank in held}
+        taken = {rank: parts[rank].take(key) for rank in held}
         whole = _joined(key, sum(responses), taken, cuts) if whole_on is None else taken[whole_on]
         views = torch.split(whole.view(sum(responses), *key[2]), responses)
         placed.update(zip(samples, views, strict=True))
