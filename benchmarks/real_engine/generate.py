@@ -215,7 +215,7 @@ class LlamaCpp:
         tokens: list[int] = []
         logged: list[float] = []
         while len(tokens) < declared.MOST_TOKENS:
-            logits = torch.tensor(self.engine.eval_logits[-1], dtype=torch.float32)
+            logits = self._logits()
             log_probs = processed(logits, request.engine_prompt + tokens, tokens, request.sampling)
             token = int(torch.multinomial(log_probs.exp(), 1, generator=random))
             said = logits.log_softmax(-1) if request.sampling.raw_log_probs else log_probs
@@ -225,6 +225,14 @@ class LlamaCpp:
                 break
             self.engine.eval([token])
         return Answer(request.prompt, tokens, logged)
+
+    def _logits(self) -> torch.Tensor:
+        """Of the last position. ``eval_logits`` of llama-cpp-python stays empty unless the logits of all are kept."""
+        import numpy
+        from llama_cpp import llama_get_logits_ith
+
+        found = llama_get_logits_ith(self.engine.ctx, -1)
+        return torch.tensor(numpy.ctypeslib.as_array(found, shape=(self.engine.n_vocab(),)))
 
 
 def processed(logits: torch.Tensor, context: list[int], response: list[int], sampling: Sampling) -> torch.Tensor:

@@ -145,7 +145,7 @@ class Contribution:
         tensors = self.streams.pop(key, [])
         if self.held and tensors:
             return tensors[0]
-        flat = torch.empty(self.description.sizes.get(key, 0), dtype=key[1], device="cpu")
+        flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=key[1], device="cpu")
         place = bytes_of(flat)
         for piece in map(bytes_of, _pieces_of(key, tensors, _CACHED_BYTES)):
             place[: len(piece)] = piece
