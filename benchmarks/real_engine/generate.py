@@ -202,7 +202,8 @@ class LlamaCpp:
     def __init__(self, gguf: Path) -> None:
         from llama_cpp import Llama
 
-        self.engine = Llama(str(gguf), n_ctx=512, n_threads=2, logits_all=False, verbose=False)
+        # One thread: several wait for each other by spinning, which takes minutes per answer on a busy machine.
+        self.engine = Llama(str(gguf), n_ctx=512, n_threads=1, n_threads_batch=1, logits_all=False, verbose=False)
         self.end = self.engine.token_eos()
 
     def sample(self, requests: list[Request]) -> list[Answer]:
