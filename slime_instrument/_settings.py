@@ -38,13 +38,13 @@ class Settings:
     """What the user asked for. Build it with :meth:`from_environment`.
 
     ``enabled`` is None while ``SLIME_INSTRUMENT`` is unset: then only an explicit import arms. ``bucket_mb`` bounds the
-    extra memory of gathering, in MiB. ``timeout_s`` bounds the wait for another rank and the time in which no byte
-    moves, in seconds. ``async_write``: training goes on while the file is being written; ``async_busy``: a dump that
-    comes while an earlier file is still being written waits for it ("wait") or is skipped ("skip"). ``metrics``:
-    mismatch metrics are logged after each dump. ``alert``: thresholds on them that are worth a warning. ``package``:
-    the name of the package that is patched; what uses it asks :func:`~slime_instrument._switch.package`. ``unknown``
-    lists variables with our prefix that mean nothing here; they are reported, not refused, so that a newer setting does
-    not stop an older install.
+    pieces in which a rank packs and sends its part, in MiB. ``timeout_s`` bounds the wait for another rank and the time
+    in which no byte moves, in seconds. ``async_write``: training goes on while the file is being written;
+    ``async_busy``: a dump that comes while an earlier file is still being written waits for it ("wait") or is skipped
+    ("skip"). ``metrics``: mismatch metrics are logged after each dump. ``alert``: thresholds on them that are worth a
+    warning. ``package``: the name of the package that is patched; what uses it asks
+    :func:`~slime_instrument._switch.package`. ``unknown`` lists variables with our prefix that mean nothing here; they
+    are reported, not refused, so that a newer setting does not stop an older install.
     """
 
     enabled: bool | None = None

@@ -1,7 +1,8 @@
 """What this rank contributes to the dump of one rollout: a description, and a queue of bytes.
 
 Context-parallel rank 0 contributes everything of its data-parallel rank; the other context-parallel ranks contribute
-their parts of the sharded fields. Nothing is copied here: tensors are queued, and joined into pieces when they travel.
+their parts of the sharded fields. Describing copies nothing: tensors are queued, and joined into pieces when they
+travel or are taken.
 
 A value that cannot be stored costs its own field, with the reason in the provenance, and never the dump.
 """
@@ -145,7 +146,7 @@ class Contribution:
         tensors = self.streams.pop(key, [])
         if self.held and tensors:
             return tensors[0]
-        flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=key[1], device="cpu")
+        flat = torch.empty(self.description.sizes[key] if tensors else 0, dtype=key[1], device="cpu")
         place = bytes_of(flat)
         for piece in map(bytes_of, _pieces_of(key, tensors, _CACHED_BYTES)):
             place[: len(piece)] = piece

@@ -234,11 +234,12 @@ class Receiver:
     def __init__(self, agreement: Agreement, senders: Iterable[int]) -> None:
         self._agreement, self._senders = agreement, frozenset(senders)
         self._by_rank: dict[int, _Line] = {}
-        self._arrivals = agreement.patience(lambda: f"rank(s) {self._not_here()} to connect")
         self._signed = time.monotonic()
         self._asked = 0.0
-        self._selector = selectors.DefaultSelector()
+        # First: where no descriptor is left, nothing may be open that only a garbage collection closes.
         self._listener = _listening()
+        self._selector = selectors.DefaultSelector()
+        self._arrivals = agreement.patience(lambda: f"rank(s) {self._not_here()} to connect")
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._token, self._answer = secrets.token_bytes(16), secrets.token_bytes(16)
         self.address = {

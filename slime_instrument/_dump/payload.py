@@ -199,8 +199,12 @@ def _restored_field(
                 raise DumpError(
                     f"of context-parallel rank {rank} holds {there} values; rank 0's lengths make it {expected}"
                 )
-        taken = {rank: parts[rank].take(key) for rank in held}
-        whole = _joined(key, sum(responses), taken, cuts) if whole_on is None else taken[whole_on]
+        if whole_on is None:
+            whole = _joined(key, sum(responses), parts, cuts)
+        else:
+            whole = parts[whole_on].take(key)
+            for rank in held:
+                parts[rank].streams.pop(key, None)
         views = torch.split(whole.view(sum(responses), *key[2]), responses)
         placed.update(zip(samples, views, strict=True))
     if len(placed) < len(head.response_lengths):
@@ -209,10 +213,13 @@ def _restored_field(
 
 
 def _joined(
-    key: StreamKey, count: int, parts: Mapping[int, torch.Tensor], cuts: Mapping[int, Sequence[Run]]
+    key: StreamKey, count: int, parts: Mapping[int, Contribution], cuts: Mapping[int, Sequence[Run]]
 ) -> torch.Tensor:
-    """The whole responses, flat. A part is contiguous in them but for its two chunks, which makes this a handful of
-    memory copies per sample and no arithmetic per token."""
+    """The whole responses, flat; one part after the other is taken and given up.
+
+    A part is contiguous in them but for its two chunks, which makes this a handful of memory copies per sample and no
+    arithmetic per token.
+    """
     _, dtype, tail = key
     row = dtype.itemsize * int(torch.Size(tail).numel())
     whole = torch.empty(count * row // dtype.itemsize, dtype=dtype, device="cpu")
@@ -223,9 +230,9 @@ def _joined(
             whole.fill_(float("nan") if dtype.is_floating_point or dtype.is_complex else 0)
         else:
             memory[:] = bytes(len(memory))
-    for rank, part in parts.items():
-        shard = bytes_of(part)
-        for source, target, length in cuts[rank]:
+    for rank, cut in cuts.items():
+        shard = bytes_of(parts[rank].take(key))
+        for source, target, length in cut:
             memory[target * row : (target + length) * row] = shard[source * row : (source + length) * row]
     if dtype in ORDINARY_DTYPES and dtype.is_floating_point:
         # slime's native dump sums zero-padded shards, and -0.0 + 0.0 is 0.0: PPO's kl comes out with other bits.

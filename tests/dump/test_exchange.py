@@ -3,6 +3,7 @@ waiting."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import signal
@@ -298,3 +299,20 @@ def test_a_connection_that_cannot_be_taken_ends_the_wait_on_time(store: Any, mon
     assert time.monotonic() - began < 5.0
     caller.close()
     real.close()
+
+
+def test_without_a_listener_nothing_stays_open(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptors(*_: Any, **__: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    receiver(store).__exit__()
+    before = set(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        monkeypatch.setattr(socket, "create_server", no_descriptors)
+        for _ in range(5):
+            with pytest.raises(DumpError, match="no socket can be had"):
+                receiver(store)
+        assert set(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()

@@ -15,7 +15,7 @@ from slime_instrument._dump.agree import Seen
 from slime_instrument._dump.contribute import contribute
 from slime_instrument._dump.payload import Restored, build_payload, left_out, provenance, put_together
 
-from .ranks import topology
+from .ranks import payload_of, sharded, topology
 
 
 def part(data_rank: int, partition: list[int] | None, count: int | None = None, **more: Any) -> Restored:
@@ -143,6 +143,29 @@ def test_tensors_in_the_file_share_few_storages() -> None:
     payload = build_payload([part(0, list(range(200)), tokens=tokens, more=tokens)], rollout_id=0, writer_rank=0)
     found = {sample[name].untyped_storage().data_ptr() for sample in payload["samples"] for name in ("tokens", "more")}
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.complex64, torch.float8_e4m3fn, torch.float32])
+def test_no_value_of_any_type_takes_more_room_in_the_file_than_it_has_bytes(dtype: torch.dtype, cp: int) -> None:
+    """A field of the whole batch's samples, and one that context parallelism cuts; the writer's own part, too."""
+    values = [torch.arange(length * 8, dtype=torch.uint8).view(dtype) for length in (5, 4)]
+    lengths = [value.numel() for value in values]
+    data = {
+        "total_lengths": [length + 3 for length in lengths],
+        "response_lengths": lengths,
+        "partition": [0, 1],
+        "cut": values,
+        "more": values,
+    }
+    samples = payload_of([[sharded(data, cp, rank, ["cut"]) for rank in range(cp)]], ["cut"])["samples"]
+    for name in ("cut", "more"):
+        assert all(
+            torch.equal(one[name].view(torch.uint8), v.view(torch.uint8))
+            for one, v in zip(samples, values, strict=True)
+        )
+        (room,) = {one[name].untyped_storage().nbytes() for one in samples}
+        assert room == 9 * 8
 
 
 def test_the_payload_loads_with_weights_only() -> None:

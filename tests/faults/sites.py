@@ -132,7 +132,7 @@ def _dump() -> Iterator[Site]:
         ("collect", "slime_instrument._hooks.capture", "CaptureSession.collected", "part"),
         ("describe", f"{_DUMP}.payload", "provenance", "part"),
         ("contribute", f"{_DUMP}.contribute", "contribute", "part"),
-        ("gather-pack", f"{_DUMP}.contribute", "Contribution.pieces", "part"),
+        ("gather-pack", f"{_DUMP}.contribute", "_pieces_of", "part"),
         ("gather-send", f"{_DUMP}.exchange", "_send_piece", "sender"),
         ("gather-feed", f"{_DUMP}.exchange", "Receiver._take_some", "writer"),
         ("plan", f"{_DUMP}.payload", "put_together", "writer"),
