@@ -1,8 +1,8 @@
 """Findings on pairs from real engines: ``python -m benchmarks.real_engine`` prints the table of the judged half.
 
 Sets up its own environment (once), samples with vLLM and llama.cpp on the CPU, computes training's log-probs with
-transformers, and compares. The set-up takes about ten minutes, and each half about an hour on two cores without bf16
-instructions.
+transformers, and compares. The set-up takes about twenty minutes, half of it for compiling llama.cpp, and each half
+about an hour on two cores without bf16 instructions.
 """
 
 from __future__ import annotations
