@@ -85,7 +85,7 @@ class Runtime:
         active, skipped = (sum(patch.state == state for patch in patches) for state in (State.ACTIVE, State.SKIPPED))
         log(
             logging.INFO,
-            "slime_instrument: armed by %s; %d patches active, %d not needed or not applied, %d in all; "
+            "slime_instrument: armed by %s; %d patches active, %d not applied, %d in all; "
             "one train dump per rollout goes to %s",
             self.route, active, skipped, len(patches), template,
         )  # fmt: skip

@@ -135,7 +135,7 @@ def _pip(folder: Path, *arguments: str) -> bool:
     python = folder / "env" / "bin" / "python"
     with (folder / "install.log").open("a") as log:
         command = ["nice", "-n", "10", str(python), "-m", "pip", *arguments]
-        environment = {**os.environ, **_WITHOUT_IMAGES}
+        environment = {**_WITHOUT_IMAGES, **os.environ}
         return subprocess.run(command, stdout=log, stderr=log, env=environment, check=False).returncode == 0
 
 

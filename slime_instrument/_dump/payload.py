@@ -128,8 +128,8 @@ class Restored:
 
 
 def put_together(contributions: Sequence[Contribution], cp: int, cp_fields: Sequence[str]) -> list[Restored]:
-    """By data-parallel rank. ``cp``: context-parallel size. Takes the memory of those that are held, field by field, so
-    that nearly nothing is there twice."""
+    """By data-parallel rank. ``cp``: context-parallel size. Takes their streams, field by field, so that nearly nothing
+    is there twice."""
     by_rank: dict[int, dict[int, Contribution]] = {}
     for one in contributions:
         by_rank.setdefault(one.description.data_rank, {})[one.description.context_rank] = one

@@ -39,7 +39,7 @@ class State(str, enum.Enum):
     ACTIVE = "ACTIVE"  # the target is wrapped
     INCOMPATIBLE = "INCOMPATIBLE"  # the target is not there or has another signature
     FAILED = "FAILED"  # failed repeatedly and stepped out for the rest of the process
-    SKIPPED = "SKIPPED"  # not needed here, or not applied without another patch
+    SKIPPED = "SKIPPED"  # not applied: not needed here, or not without another patch
     DRIFTED = "DRIFTED"  # somebody replaced or wrapped the target after us
     REMOVED = "REMOVED"  # taken back by uninstrument()
 
