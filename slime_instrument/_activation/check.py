@@ -16,7 +16,7 @@ from slime_instrument._hooks import HOOKS
 from slime_instrument._hooks.capture import NATIVE_CAPTURE
 from slime_instrument._installation import checkout_version, installed
 from slime_instrument._patching.fit import look_up, probe, read_module
-from slime_instrument._patching.patch import NOT_WITHOUT, PatchStatus
+from slime_instrument._patching.patch import PatchStatus, State
 from slime_instrument._switch import PACKAGE_VARIABLE, package
 
 __all__ = ["CheckResult", "check", "find_slime"]
@@ -81,8 +81,8 @@ def _dumps_itself(root: Path) -> bool:
 
 def _verdict(patches: Sequence[PatchStatus], native_dump: bool, captures: bool) -> tuple[bool, str]:
     needed = [patch for patch in patches if patch.name not in {hook.name for hook in HOOKS if hook.optional}]
-    broken = {patch.group: patch.name for patch in needed if patch.reason.startswith(NOT_WITHOUT)}
-    broken |= {patch.group: patch.name for patch in needed if patch.state == "INCOMPATIBLE"}
+    broken = {patch.group: patch.lacks for patch in needed if patch.lacks is not None}
+    broken |= {patch.group: patch.name for patch in needed if patch.state == State.INCOMPATIBLE}
     if "dump" in broken:
         if native_dump:
             return True, f"Train dumps will be written by slime itself: {broken['dump']} does not fit here."

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import wrapt
 
-from slime_instrument._patching.patch import NOT_WITHOUT, Patch, PatchStatus, State, Target
+from slime_instrument._patching.patch import Patch, PatchStatus, State, Target, without
 from slime_instrument._patching.trampoline import parameters
 
 
@@ -137,9 +137,10 @@ def probe(patches: Iterable[Patch], root: Path) -> list[PatchStatus]:
     causes = stepping_back([patch for patch, *_ in found], broken)
     statuses = []
     for patch, target, state, reason in found:
-        if state is State.PENDING and patch.name in causes:
-            state, reason = State.SKIPPED, f"{NOT_WITHOUT} {causes[patch.name].name!r}"
-        statuses.append(PatchStatus(patch.name, patch.group, str(target), str(state), reason, 0, 0))
+        lacks = causes[patch.name].name if state is State.PENDING and patch.name in causes else None
+        if lacks is not None:
+            state, reason = State.SKIPPED, without(lacks)
+        statuses.append(PatchStatus(patch.name, patch.group, str(target), str(state), reason, 0, 0, lacks))
     return statuses
 
 

@@ -27,10 +27,6 @@ KEYWORD_ONLY = -1
 """In place of a parameter's position: it is never among the positional arguments."""
 
 
-#: How the reason begins for a patch that would fit, but belongs together with one that is not applied.
-NOT_WITHOUT = "not applied without"
-
-
 class State(str, enum.Enum):
     """What has become of a patch in this process. Each state comes with a reason in words."""
 
@@ -162,6 +158,12 @@ def instead(name: str, *targets: str, group: str = "", **more: Any) -> Callable[
 
 # ---------------------------------------------------------------- in one process
 
+
+def without(lacks: str) -> str:
+    """The reason of a patch that fits, but belongs together with the one named ``lacks``, which is not applied."""
+    return f"not applied without {lacks!r}"
+
+
 Alias = tuple[dict[str, Any], str]
 """A module's namespace and the name in it."""
 
@@ -176,6 +178,8 @@ class Placement:
     """Handed to the hook with each call."""
     state: State = State.DISABLED
     reason: str = "not armed in this process"
+    lacks: str | None = None
+    """Skipped although it fits, because it belongs together with this patch, which is not applied."""
     calls: int = 0
     failures: int = 0
     inert: bool = True
@@ -198,10 +202,15 @@ class Placement:
     """Alternative targets that were looked at and do not fit -> why."""
 
     def set_state(self, state: State, reason: str) -> None:
-        self.state, self.reason = state, reason
+        self.state, self.reason, self.lacks = state, reason, None
         # What took the target's place keeps it after it failed for good; see instead().
         in_place = self.patch.instead is not None and state is State.FAILED
         self.inert = state not in (State.ACTIVE, State.DRIFTED) and not in_place
+
+    def hold_back(self, lacks: str) -> None:
+        """Skip it, for want of the patch named ``lacks``."""
+        self.set_state(State.SKIPPED, without(lacks))
+        self.lacks = lacks
 
     def failed(self, error: BaseException, *, may_raise: bool = True) -> None:
         """A step of ours failed inside a call. Raises in strict mode; steps out when it keeps failing."""
@@ -220,13 +229,14 @@ class Placement:
         reason = f"{self.reason}; {remark}" if remark else self.reason
         target = str(self.target or self.patch.targets[0])
         return PatchStatus(
-            self.patch.name, self.patch.group, target, str(self.state), reason, self.calls, self.failures
+            self.patch.name, self.patch.group, target, str(self.state), reason, self.calls, self.failures, self.lacks
         )
 
 
 @dataclass(frozen=True)
 class PatchStatus:
-    """A snapshot of one patch. ``calls`` counts calls of the target since arming."""
+    """A snapshot of one patch. ``calls`` counts calls of the target since arming. ``lacks``: it fits, but the patch of
+    this name, which it belongs together with, is not applied."""
 
     name: str
     group: str
@@ -235,6 +245,7 @@ class PatchStatus:
     reason: str
     calls: int
     failures: int
+    lacks: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return dict(vars(self))

@@ -17,7 +17,7 @@ from slime_instrument._errors import describe, log, not_ours, traceback_text
 from slime_instrument._patching.apply import apply, drift, remove
 from slime_instrument._patching.failures import FailurePolicy
 from slime_instrument._patching.fit import look_at, misfit, stepping_back
-from slime_instrument._patching.patch import NOT_WITHOUT, Already, Patch, PatchStatus, Placement, State, Target
+from slime_instrument._patching.patch import Already, Patch, PatchStatus, Placement, State, Target
 
 _IN_PLACE = (State.ACTIVE, State.DRIFTED)
 
@@ -201,7 +201,7 @@ class Patcher:
                 if placement in self._applied:
                     self._applied.remove(placement)
                     remove(placement)
-                placement.set_state(State.SKIPPED, f"{NOT_WITHOUT} {cause.name!r}")
+                placement.hold_back(cause.name)
 
     def _reapply_replaced(self) -> None:
         self.look_for_drift()
