@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from slime_instrument._analysis.diagnosis import Finding
-from slime_instrument._analysis.evidence import View
-from slime_instrument._analysis.facts import first_facts, last_facts
-from slime_instrument._analysis.findings import diagnose, unexplained_mismatch
+from slime_instrument._analysis.diagnosis import Finding, View
+from slime_instrument._analysis.findings import diagnose
 from slime_instrument._analysis.metrics import (
     Limits,
     Metrics,
@@ -211,7 +209,7 @@ def compare(
     _give_back(ours)
     origin = _origin(trained, field)
     metrics = measure(table, limits, trainer_version=trained.provenance.weight_version)
-    findings = find_all(View(source, trained, joined, table))
+    findings = diagnose(View(source, trained, joined, table))
     why = _why_nothing(joined, metrics, origin) if not metrics.n_tokens else ""
     return Comparison(
         rollout_dump=source,
@@ -226,22 +224,6 @@ def compare(
         warnings=(*warnings, *table.problems),
         verdict=judge(metrics, findings, n_joined=len(joined.pairs), why_nothing=why),
     )
-
-
-def find_all(view: View) -> tuple[Finding, ...]:
-    """Every finding of a comparison: the exact facts, the causes that the numbers show, and what nothing explains."""
-    findings = first_facts(view)
-    explained = view.explained
-    for one in findings:
-        if one.tokens is not None:
-            explained = one.tokens if explained is None else explained | one.tokens
-    findings += diagnose(replace(view, explained=explained, memo={}))
-    findings += last_facts(view, findings)
-    if all(one.code != unexplained_mismatch.CODE for one in findings):
-        # Last, because single tokens that differ are no news in a sample that already has a finding.
-        found = unexplained_mismatch.single_tokens(view, findings)
-        findings += [] if found is None else [found]
-    return tuple(findings)
 
 
 def _why_nothing(joined: Join, metrics: Metrics, origin: Origin) -> str:

@@ -11,11 +11,33 @@ from dataclasses import dataclass
 
 import torch
 
-from slime_instrument._analysis.evidence import View
-from slime_instrument._analysis.levels import MORE_THAN_KERNELS
+from slime_instrument._analysis.diagnosis import View
 from slime_instrument._analysis.moments import Moments
 
-__all__ = ["Group", "groups", "moments_of", "outliers"]
+__all__ = ["MORE_THAN_KERNELS", "Group", "as_much_as", "groups", "moments_of", "outliers"]
+
+# --- what level is ordinary ---
+# The numbers come from a small model in bf16 (SmolLM2-135M, vLLM against transformers). Larger models differ less.
+
+MORE_THAN_KERNELS = 0.14
+"""Between bf16 kernels (0.05 to 0.09) and weights rounded to eight bits."""
+
+_EIGHT_BITS = 0.23
+_FOUR_BITS = 1.5
+
+
+def as_much_as(level: float) -> str:
+    """What a level is comparable with, in words."""
+    if level < MORE_THAN_KERNELS:
+        return "as much as two bf16 kernels do"
+    if level < (_EIGHT_BITS * _FOUR_BITS) ** 0.5:
+        return "about as much as weights rounded to 8 bits"
+    if level < 2 * _FOUR_BITS:
+        return "about as much as weights rounded to 4 bits"
+    return "more than weights rounded to 4 bits"
+
+
+# --- which samples have another level than the rest ---
 
 _TOKENS = 12  # of a sample, below which its level says little
 _FEWEST = 8  # tokens of a sample that is told apart by a step alone

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_instrument._analysis.compare import find_all
-from slime_instrument._analysis.diagnosis import Finding
-from slime_instrument._analysis.evidence import View
+from slime_instrument._analysis.diagnosis import Finding, View
+from slime_instrument._analysis.findings import diagnose
 from slime_instrument._analysis.metrics import Metrics, measure
 from slime_instrument._analysis.table import tabulate
 from slime_instrument._analysis.verdict import Verdict, judge
@@ -87,7 +86,7 @@ def measure_payload(payload: Mapping[str, Any], path: Path, *, most_tokens: int 
     )  # fmt: skip
     join = Join(pairs, [], schedule)
     metrics = measure(table, trainer_version=train.provenance.weight_version)
-    findings = find_all(View(source, train, join, table)) if metrics.n_tokens else ()
+    findings = diagnose(View(source, train, join, table)) if metrics.n_tokens else ()
     return Measured(
         rollout_id=rollout_id,
         n_samples=len(samples),

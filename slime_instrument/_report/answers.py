@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slime_instrument._analysis.compare import Comparison
-from slime_instrument._analysis.diagnosis import Finding
-from slime_instrument._analysis.evidence import View
+from slime_instrument._analysis.diagnosis import Finding, View
 from slime_instrument._analysis.groups import outliers
 from slime_instrument._analysis.metrics import Metrics, WorstToken
 from slime_instrument._analysis.trend import Step, stands_out, step_in

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 
 from slime_instrument._analysis import findings
 from slime_instrument._analysis.compare import compare
-from slime_instrument._analysis.diagnosis import Finding
+from slime_instrument._analysis.diagnosis import Finding, View
 
 sys.path.insert(0, str(Path(__file__).parent))
 import seeded
@@ -115,17 +114,30 @@ def test_certain_tokens_may_be_exactly_zero() -> None:
     assert codes(case) == []
 
 
-def test_each_file_declares_one_documented_finding() -> None:
-    declared = [module.CODE for module in findings.known()]
-    assert set(declared) == {*seeded.FAULTS, "sampling-penalty", "context-differs", "unexplained-mismatch"}
+def test_every_kind_is_documented_and_stands_in_the_table_where_its_order_is() -> None:
+    orders = [kind.order for kind in findings.KINDS]
+    assert orders == sorted(orders)
+    exact = {"missing-log-probs", "positive-log-probs"}
+    declared = [kind.code for kind in findings.KINDS]
+    declared.remove("cp-boundary")  # looked for twice: all values in another order, and some at the edges
     assert len(declared) == len(set(declared))
+    assert set(declared) == {*seeded.FAULTS, *exact, "sampling-penalty", "context-differs", "unexplained-mismatch"}
+    last = ["rollout-log-probs-differ", "mask-differs"]
     sections = re.findall(r"^## ([a-z-]+)$", DOCS.read_text(), re.MULTILINE)
-    exact = ["missing-log-probs", "positive-log-probs", "mask-differs", "rollout-log-probs-differ"]  # of facts.py
-    assert sorted(sections) == sorted([*declared, *exact])
+    assert sorted(sections) == sorted([*declared, *last])
 
 
-def test_deleting_one_file_removes_that_finding_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    rest = [module for module in findings.known() if module.CODE != "temperature"]
-    monkeypatch.setattr(importlib.import_module("slime_instrument._analysis.findings"), "known", lambda: rest)
+def test_what_a_kind_finds_has_the_code_of_its_row() -> None:
+    cases = [seeded.faulty(code, seeded.SIZES[1], 0) for code in seeded.FAULTS]
+    for found in (compare(*case.records()) for case in cases):
+        view = View(found.rollout_dump, found.train_dump, found.joined, found.table)
+        for kind in findings.KINDS:
+            finding = kind.find(view)
+            assert finding is None or finding.code == kind.code
+
+
+def test_deleting_one_row_removes_that_finding_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    rest = tuple(kind for kind in findings.KINDS if kind.code != "temperature")
+    monkeypatch.setattr(findings, "KINDS", rest)
     assert codes(seeded.faulty("non-finite", seeded.SIZES[0], 0)) == ["non-finite"]
     assert "temperature" not in codes(seeded.faulty("temperature", seeded.SIZES[0], 0))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slime_instrument._analysis.compare import Comparison, compare
-from slime_instrument._analysis.levels import MORE_THAN_KERNELS
+from slime_instrument._analysis.groups import MORE_THAN_KERNELS
 from slime_instrument._analysis.trend import step_in
 from slime_instrument._cli.app import main
 from slime_instrument._dump.zigzag import owned

@@ -8,24 +8,22 @@ from collections.abc import Sequence
 
 import torch
 
-from slime_instrument._analysis.diagnosis import Estimate, Finding
-from slime_instrument._analysis.evidence import View
-from slime_instrument._analysis.groups import Group, groups, outliers
-from slime_instrument._analysis.levels import MORE_THAN_KERNELS, as_much_as
+from slime_instrument._analysis.diagnosis import Estimate, Finding, View
+from slime_instrument._analysis.groups import MORE_THAN_KERNELS, Group, as_much_as, groups, outliers
 from slime_instrument._analysis.moments import mean_of
 
-CODE = "unexplained-mismatch"
-ORDER = 99
+__all__ = ["single_tokens", "unexplained_mismatch"]
+
+_CODE = "unexplained-mismatch"
 _SURE = 3.0  # standard errors above the line
 _ONE_SIDED = 0.5  # |mean δ| over mean |δ|
 _SMALLEST = 0.02  # mean |δ|; where nearly all tokens are certain, a level says little
 _POSITIVE = 0.05  # mean δ in nats that no sampling explains
 _SURE_OF_SIGN = 6.0
-_LONELY = 0.5  # |δ| in nats of a single token that stands out,
-_TIMES = 20.0  # and over what 99 % of the tokens stay below
 
 
-def find(view: View) -> Finding | None:
+def unexplained_mismatch(view: View) -> Finding | None:
+    """All samples, or a group of them, differ by more than kernels do."""
     apart = outliers(view)
     for group in apart or groups(view):
         moments = group.moments
@@ -44,30 +42,6 @@ def find(view: View) -> Finding | None:
             signed = moments.total("delta") / group.n_tokens
             return _finding(view, group, apart[1:], group.level, level.error, signed, size, seen_before)
     return None
-
-
-def single_tokens(view: View, findings: Sequence[Finding]) -> Finding | None:
-    """Single tokens that differ by much more than nearly all others, in samples that no finding names."""
-    named = {position for one in findings for position in one.samples}
-    rest = torch.tensor([pair.position not in named for pair in view.table.pairs], dtype=torch.bool)
-    tokens = view.open & view.tokens_of(rest)
-    sizes = (block.size for block in view.table.blocks(tokens) if len(block))
-    largest = max((float(size.max()) for size in sizes), default=0.0)
-    if largest <= _LONELY:
-        return None
-    values = torch.cat([block.size for block in view.table.blocks(tokens)])
-    usual = float(values.kthvalue(min(len(values), int(0.99 * len(values)) + 1)).values)
-    found = torch.zeros_like(tokens)
-    found[tokens] = values > max(_LONELY, _TIMES * usual)
-    n = int(found.sum())
-    if not n:
-        return None
-    message = (
-        f"{n} of {len(values)} tokens stand out: |δ| is up to {largest:.3g} nats there, and at most {usual:.3g} at "
-        "99 % of the tokens. No known cause fits."
-    )
-    evidence = {"kind": "tokens", "n_tokens": n, "max_abs": largest, "p99": usual}
-    return Finding(CODE, message, view.positions_with(found), evidence, found)
 
 
 def _finding(
@@ -100,4 +74,36 @@ def _finding(
     reach = 2 * error if math.isfinite(error) else 0.0
     estimate = Estimate("level", level, level - reach, level + reach, n, needed, ("every cause that has no name here",))
     evidence = {"level": level, "ordinary_up_to": MORE_THAN_KERNELS, "kind": kind, "mean": mean, "mean_abs": size}
-    return Finding(CODE, message, view.positions(group.pairs), evidence, view.tokens_of(group.pairs), estimate)
+    return Finding(_CODE, message, view.positions(group.pairs), evidence, view.tokens_of(group.pairs), estimate)
+
+
+# --- single tokens ---
+
+_LONELY = 0.5  # |δ| in nats of a single token that stands out,
+_TIMES = 20.0  # and over what 99 % of the tokens stay below
+
+
+def single_tokens(view: View, findings: Sequence[Finding]) -> Finding | None:
+    """Single tokens that differ by much more than nearly all others, in samples that no finding names."""
+    if any(one.code == _CODE for one in findings):
+        return None
+    named = {position for one in findings for position in one.samples}
+    rest = torch.tensor([pair.position not in named for pair in view.table.pairs], dtype=torch.bool)
+    tokens = view.open & view.tokens_of(rest)
+    sizes = (block.size for block in view.table.blocks(tokens) if len(block))
+    largest = max((float(size.max()) for size in sizes), default=0.0)
+    if largest <= _LONELY:
+        return None
+    values = torch.cat([block.size for block in view.table.blocks(tokens)])
+    usual = float(values.kthvalue(min(len(values), int(0.99 * len(values)) + 1)).values)
+    found = torch.zeros_like(tokens)
+    found[tokens] = values > max(_LONELY, _TIMES * usual)
+    n = int(found.sum())
+    if not n:
+        return None
+    message = (
+        f"{n} of {len(values)} tokens stand out: |δ| is up to {largest:.3g} nats there, and at most {usual:.3g} at "
+        "99 % of the tokens. No known cause fits."
+    )
+    evidence = {"kind": "tokens", "n_tokens": n, "max_abs": largest, "p99": usual}
+    return Finding(_CODE, message, view.positions_with(found), evidence, found)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slime_instrument._analysis.evidence import View
+from slime_instrument._analysis.diagnosis import View
 from slime_instrument._format.values import integers
 
 __all__ = ["History", "history_of"]

@@ -1,44 +1,26 @@
 """What the two files show exactly, whatever its cause: values that are missing or cannot be log-probs, masks and copies
-that are not the rollout's, parts of responses in another order. No statistics decide here, only equality."""
+that are not the rollout's. No statistics decide here, only equality."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 
-from slime_instrument._analysis.diagnosis import Finding
-from slime_instrument._analysis.evidence import View
+from slime_instrument._analysis.diagnosis import Finding, View
 from slime_instrument._analysis.table import KINDS, is_filler
-from slime_instrument._dump.zigzag import owned
 from slime_instrument._format.values import (
     HIGHEST_LOG_PROB,
     differs_beyond_rounding,
     log_probs,
     show,
     unpredicted_first_token,
-    whole_number,
 )
 
-
-def first_facts(view: View) -> list[Finding]:
-    """Facts that other findings should know: the tokens that they explain are not looked at again."""
-    return _found(view, _missing, _positive, _rank_order)
+__all__ = ["mask_differs", "missing_log_probs", "positive_log_probs", "rollout_log_probs_differ"]
 
 
-def last_facts(view: View, findings: list[Finding]) -> list[Finding]:
-    """Facts that another finding may have a better name for: values that are another sample's or another token's, and
-    masks that are shifted."""
-    moved = {position for one in findings if one.code in _MOVED for position in one.samples}
-    shifted = {position for one in findings if one.code == "mask-shift" for position in one.samples}
-    return _found(view, lambda found: _own_copy(found, moved), lambda found: _masks(found, shifted))
-
-
-def _found(view: View, *looks: Callable[[View], Finding | None]) -> list[Finding]:
-    return [finding for look in looks if (finding := look(view)) is not None]
-
-
-def _missing(view: View) -> Finding | None:
+def missing_log_probs(view: View) -> Finding | None:
     """Some trained tokens lack a log-prob while others have both. (Where none has both, nothing was compared.)"""
     table = view.table
     missing = table.kind == KINDS.index("missing")
@@ -61,7 +43,8 @@ def _first_without_prompt(view: View) -> torch.Tensor:
     return table.starts[own & (table.lengths > 0)]
 
 
-def _positive(view: View) -> Finding | None:
+def positive_log_probs(view: View) -> Finding | None:
+    """Values that no probability has."""
     table = view.table
     positive = {side: (values > HIGHEST_LOG_PROB) & view.open for side, values in _sides(view)}
     counts = {side: int(tokens.sum()) for side, tokens in positive.items()}
@@ -81,8 +64,10 @@ def _positive(view: View) -> Finding | None:
 _MOVED = frozenset({"sample-swap", "token-shift", "cp-boundary", "join-unconfirmed"})
 
 
-def _own_copy(view: View, moved: set[int]) -> Finding | None:
-    """Training's own copy of the rollout's log-probs is not what the rollout dump holds."""
+def rollout_log_probs_differ(view: View, findings: Sequence[Finding]) -> Finding | None:
+    """Training's own copy of the rollout's log-probs is not what the rollout dump holds, in samples whose values are
+    not known to be another sample's or another token's."""
+    moved = {position for one in findings if one.code in _MOVED for position in one.samples}
     table = view.table
     wrong = torch.zeros_like(table.mask)
     for i, pair in enumerate(table.pairs):
@@ -109,74 +94,9 @@ def _own_copy(view: View, moved: set[int]) -> Finding | None:
     return Finding("rollout-log-probs-differ", message, positions, {"tokens": n})
 
 
-_CANDIDATES = (2, 4, 8)  # context-parallel sizes where the dump does not say its own
-_LARGEST = 1024
-_SUSPICIOUS = 0.1  # mean |δ| from which samples are looked at
-_REMOVED = 0.3  # undoing the order must leave at most this part of the difference
-_ENOUGH = 64  # tokens that are in another place
-
-
-def _rank_order(view: View) -> Finding | None:
-    """Parts of context-parallel ranks joined one after another, although each rank holds two chunks of the zigzag."""
-    table = view.table
-    stated = view.train.provenance.context_parallel
-    sizes = _CANDIDATES if stated is None else (stated,) if 1 < stated <= _LARGEST else ()
-    suspects = ((view.mean_abs > _SUSPICIOUS) & (view.counts >= 4)).nonzero().flatten().tolist()
-    best: tuple[float, int, str, list[int], int, float, float] | None = None
-    for cp in sizes:
-        for side in ("train", "rollout"):
-            before = after = 0.0
-            n, pairs = 0, []
-            for i in suspects:
-                order = _joined_by_rank(view, i, cp)
-                if order is None:
-                    continue
-                span = table.tokens_of(i)
-                wrong, right = (table.train, table.rollout) if side == "train" else (table.rollout, table.train)
-                undone = torch.empty_like(wrong[span])
-                undone[order] = wrong[span]
-                moved = (order != torch.arange(len(order))) & view.open[span] & undone.isfinite() & (undone <= 0)
-                if not int(moved.sum()):
-                    continue
-                own_before = float((wrong[span] - right[span]).abs()[moved].sum())
-                own_after = float((undone - right[span]).abs()[moved].sum())
-                if own_after < _REMOVED * own_before:
-                    before, after, n = before + own_before, after + own_after, n + int(moved.sum())
-                    pairs.append(i)
-            # Few samples that fit by chance are no pattern: most of those that could show it must.
-            if n >= _ENOUGH and len(pairs) >= 0.6 * len(suspects) and (best is None or after / before < best[0]):
-                best = (after / before, cp, side, pairs, n, before / n, after / n)
-    if best is None:
-        return None
-    _, cp, side, pairs, n, mean_before, mean_after = best
-    chosen = torch.zeros(len(table.lengths), dtype=torch.bool)
-    chosen[torch.tensor(pairs)] = True
-    message = (
-        f"In {len(pairs)} samples the {side} log-probs are those of the parts of {cp} context-parallel ranks, one rank "
-        f"after another; each rank holds two chunks, one from each end. With the chunks in place mean |δ| of these {n} "
-        f"tokens falls from {mean_before:.3g} to {mean_after:.3g}."
-    )
-    evidence = {
-        "context_parallel": cp, "side": side, "order": "rank", "mean_abs": mean_before, "mean_abs_in_place": mean_after,
-    }  # fmt: skip
-    return Finding("cp-boundary", message, view.positions(pairs), evidence, view.tokens_of(chosen))
-
-
-def _joined_by_rank(view: View, i: int, cp: int) -> torch.Tensor | None:
-    """Response index of each value, if the parts of the ranks were put one after another; None if nothing moves."""
-    pair, response = view.table.pairs[i], int(view.table.lengths[i])
-    total = whole_number(pair.train.get("total_lengths"))
-    if total is None or total < response:
-        return None
-    padded = whole_number(pair.train.get("max_seq_lens"))
-    order = [k for rank in range(cp) for piece in owned(total, response, cp, rank, padded) for k in piece]
-    if len(order) != response or order == sorted(order):
-        return None
-    return torch.tensor(order)
-
-
-def _masks(view: View, shifted: set[int]) -> Finding | None:
+def mask_differs(view: View, findings: Sequence[Finding]) -> Finding | None:
     """The train mask is not the rollout's, which remove_sample, or a shift that has its own name, does not explain."""
+    shifted = {position for one in findings if one.code == "mask-shift" for position in one.samples}
     table = view.table
     # A sample whose mask is None is trained on every token; one without the field says nothing.
     told = [
