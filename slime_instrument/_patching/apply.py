@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import operator
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -89,8 +91,10 @@ def repoint(old: Any, new: Any) -> list[Alias]:
     """Make every module-level name bound to ``old`` (by identity) mean ``new``; return those that were changed."""
     changed: list[Alias] = []
     for namespace in _namespaces():
-        names = [name for name, value in list(namespace.items()) if value is old]
-        for name in names:
+        # A process that trains has thousands of modules, of which a handful hold the name: this is quick on the others.
+        if not any(map(operator.is_, list(namespace.values()), itertools.repeat(old))):
+            continue
+        for name in [name for name, value in list(namespace.items()) if value is old]:
             namespace[name] = new
             changed.append((namespace, name))
     return changed
