@@ -139,7 +139,9 @@ def _by_pip(folder: Path, wheel: Path, python: str) -> Make:
     return with_extra
 
 
-@pytest.mark.parametrize("extra", COMMANDS)
+@pytest.mark.parametrize(
+    "extra", [pytest.param(extra, marks=[pytest.mark.full] if extra == "lab" else []) for extra in COMMANDS]
+)
 def test_each_command_works_with_its_extra_alone(make: list[Make], extra: str, run: Path) -> None:
     for environment in (one(extra) for one in make):
         for line in COMMANDS[extra]:

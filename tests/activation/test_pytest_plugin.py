@@ -183,7 +183,7 @@ def test_the_option_reaches_the_workers_of_xdist(session: Any) -> None:
 
 
 @pytest.mark.lab
-def test_the_dumps_fixture_trains_the_miniature_once_and_gives_one_v2_file(session: Any) -> None:
+def test_the_dumps_fixture_trains_the_miniature_once_and_a_plug_in_of_the_users_runs_in_training(session: Any) -> None:
     result = session(
         test_it="""
         import torch
@@ -199,16 +199,6 @@ def test_the_dumps_fixture_trains_the_miniature_once_and_gives_one_v2_file(sessi
 
         def test_again(slime_train_dumps, request):
             assert len(list(slime_train_dumps[0].parents[2].glob("slime_miniature[0-9]*"))) == 1, "trained once"
-        """
-    )
-    result.assert_outcomes(passed=2)
-
-
-@pytest.mark.lab
-def test_a_plug_in_of_the_users_is_trained_with(session: Any) -> None:
-    result = session(
-        test_it="""
-        import torch
 
         def test_my_plug_in(train_slime_miniature, tmp_path):
             plugin = tmp_path / "plugin.py"
@@ -219,7 +209,7 @@ def test_a_plug_in_of_the_users_is_trained_with(session: Any) -> None:
             assert {patch["name"]: patch["calls"] for patch in result.patches}["train-dump"] == 1
         """
     )
-    result.assert_outcomes(passed=1)
+    result.assert_outcomes(passed=3)
 
 
 def test_the_plugin_module_imports_nothing_of_ours_but_the_package(installed: Any) -> None:

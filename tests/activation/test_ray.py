@@ -229,6 +229,7 @@ def test_the_users_zero_in_train_env_vars_wins_over_an_armed_driver(
     assert answer["train_env_vars"] == {"SLIME_INSTRUMENT": "0"}
 
 
+@full
 def test_one_rank_off_that_holds_a_part_is_noticed_without_waiting_and_logged_once(
     job: Callable[..., Any], tmp_path: Path
 ) -> None:

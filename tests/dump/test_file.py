@@ -806,19 +806,28 @@ def test_a_folder_that_is_not_there_has_no_leftovers(tmp_path: Path) -> None:
 
 
 WRITER = """
-import sys
+import os, sys
 from pathlib import Path
 from slime_instrument._dump.file import Disk
 path, disk = Path(sys.argv[1]), Disk(print)
-print("ready", flush=True)
-number = 0
-while True:
-    number += 1
+
+def write_on(number):
     def write(file):
         for _ in range(40):
             file.write(bytes([number % 256]) * 4096)
-    disk.write(path, write)
+    while True:
+        number += 1
+        disk.write(path, write)
+
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        write_on(int(line))
+    print(child, flush=True)
+    os.waitpid(child, 0)
+    print("gone", flush=True)
 """
+"""Forks a process that writes without an end for each line that it reads."""
 
 
 def test_killed_at_any_moment_the_file_in_place_is_always_a_whole_one(path: Path) -> None:
@@ -826,23 +835,24 @@ def test_killed_at_any_moment_the_file_in_place_is_always_a_whole_one(path: Path
     chance = random.Random(5)
     leftovers = 0
     seen = {0}
-    for _ in range(12):
-        process = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path)],
-            stdout=subprocess.PIPE, env={**os.environ, "SLIME_INSTRUMENT": "0"}, cwd=ROOT,
-        )  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "SLIME_INSTRUMENT": "0"}, cwd=ROOT,
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
         assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        time.sleep(chance.uniform(0.0, 0.05))
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        data = path.read_bytes()
-        assert len(data) == 40 * 4096
-        assert len(set(data)) == 1
-        seen.add(data[0])
-        leftovers += len(clean_leftovers(path.parent))
-        assert os.listdir(path.parent) == ["0.pt"]
+        for number in range(40):
+            print(number, file=process.stdin, flush=True)
+            writer = int(process.stdout.readline())
+            time.sleep(chance.uniform(0.0, 0.05))
+            os.kill(writer, signal.SIGKILL)
+            assert process.stdout.readline() == "gone\n"
+            data = path.read_bytes()
+            assert len(data) == 40 * 4096
+            assert len(set(data)) == 1
+            seen.add(data[0])
+            leftovers += len(clean_leftovers(path.parent))
+            assert os.listdir(path.parent) == ["0.pt"]
     assert len(seen) > 1  # it did write
     assert leftovers > 0  # and was killed while it did
 

@@ -78,8 +78,8 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     ("tag", "layout"),
     [
         ("v0.2.2", {"dp": 2}),
-        ("681b3adca~1", {"cp": 2, "dp": 2}),
-        ("681b3adca~1", {"pp": 2, "tp": 2}),
+        pytest.param("681b3adca~1", {"cp": 2, "dp": 2}, marks=pytest.mark.full),
+        pytest.param("681b3adca~1", {"pp": 2, "tp": 2}, marks=pytest.mark.full),
         ("main", {"cp": 2}),
     ],
 )

@@ -16,7 +16,9 @@ ODD = tuple(
     Cell(LAST_WITHOUT, "DP2-CP2", recipe, samples)
     for recipe, samples in (("ppo", "long"), ("grpo", "edge"), ("grpo", "edge:no-prompt"), ("grpo", "uneven"))
 )
-LAYOUTS = ("single", "CP2", "DP2-CP2", "TP2-PP2-CP2", "DP2-CP2-TP2")
+#: ``make test-full`` has the last two as well.
+LAYOUTS = ("single", "DP2-CP2", "TP2-PP2-CP2", "CP2", "DP2-CP2-TP2")
+EACH_LAYOUT = [*LAYOUTS[:3], *(pytest.param(layout, marks=pytest.mark.full) for layout in LAYOUTS[3:])]
 
 
 @pytest.fixture(scope="session")
@@ -26,17 +28,29 @@ def sources() -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory, sources: dict[str, Path]) -> Runs:
-    """Every run that these tests look at, made at once: slime is imported once for each release and way of arming."""
+    """Runs of the matrix, of which none is made yet."""
     core = os.environ.get("SLIME_OLD_CORE")
-    made = Runs(tmp_path_factory.mktemp("runs"), sources, Path(core) if core else None)
-    wanted = [Cell(LAST_WITHOUT, layout, "grpo", "default") for layout in LAYOUTS]
-    wanted += [Cell(FIRST_NATIVE, layout, "grpo", "default") for layout in ("single", "DP2-CP2")]
-    wanted += [*ODD, Cell(LAST_WITHOUT, "single", "grpo", "edge:no-prompt")]
-    made.make(run for cell in wanted for run in cell.runs if run.release in sources)
-    return made
+    return Runs(tmp_path_factory.mktemp("runs"), sources, Path(core) if core else None)
 
 
 @pytest.fixture(scope="session")
-def verdicts(runs: Runs) -> dict[str, Verdict]:
+def layouts(request: pytest.FixtureRequest) -> list[str]:
+    """Those that the chosen tests ask for."""
+    calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
+    return [layout for layout in LAYOUTS if any(call.params.get("layout") == layout for call in calls)]
+
+
+@pytest.fixture(scope="session")
+def made(runs: Runs, sources: dict[str, Path], layouts: list[str]) -> Runs:
+    """Those that several tests look at, made at once: slime is imported once for each release and way of arming."""
+    wanted = [Cell(LAST_WITHOUT, layout, "grpo", "default") for layout in {*layouts, "single", "DP2-CP2"}]
+    wanted += [Cell(FIRST_NATIVE, layout, "grpo", "default") for layout in ("single", "DP2-CP2")]
+    wanted += [*ODD, Cell(LAST_WITHOUT, "single", "grpo", "edge:no-prompt")]
+    runs.make(run for cell in wanted for run in cell.runs if run.release in sources)
+    return runs
+
+
+@pytest.fixture(scope="session")
+def verdicts(made: Runs, layouts: list[str]) -> dict[str, Verdict]:
     """By layout, at the last release without a native dump."""
-    return {layout: judge(Cell(LAST_WITHOUT, layout, "grpo", "default"), runs) for layout in LAYOUTS}
+    return {layout: judge(Cell(LAST_WITHOUT, layout, "grpo", "default"), made) for layout in layouts}

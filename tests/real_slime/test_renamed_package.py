@@ -80,6 +80,7 @@ def test_its_patches_are_active_under_its_name(trained: LabResult) -> None:
 
 def test_training_is_the_same_bit_for_bit_and_so_is_the_dump(trained: LabResult, runs: Runs) -> None:
     cell = Cell(LAST_WITHOUT, "DP2-CP2", "grpo", "default")
+    runs.make([cell.plain, cell.subject])
     plain, armed = runs.get(cell.plain), runs.get(cell.subject)
     assert plain is not None
     assert armed is not None

@@ -14,7 +14,7 @@ import torch
 
 from slime_instrument._format.schema import SAMPLER_HEAD_FIELDS
 from slime_instrument._validate import validate_files
-from slime_instrument.lab import LabOptions, find_sources, train
+from slime_instrument.lab import LabOptions, LabResult, find_sources, train_all
 from tools.matrix.layouts import LAYOUTS as MATRIX_LAYOUTS
 from tools.matrix.plan import LAST_WITHOUT
 
@@ -48,15 +48,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("release", [LAST_WITHOUT, "main"])
+@pytest.mark.parametrize("release", [LAST_WITHOUT, pytest.param("main", marks=pytest.mark.full)])
 def test_they_are_whole_on_every_layout(release: str, tmp_path: Path) -> None:
     source = next((each for each in find_sources() if each.name == release), None)
     if source is None:
         pytest.skip(f"no slime checkout named {release}")
     (tmp_path / "hook.py").write_text(HOOK)
-    for name, layout in LAYOUTS.items():
-        hook = f"{tmp_path / 'hook.py'}:add_heads"
-        result = train(LabOptions(out=tmp_path / name, slime=source, rank_hook=hook, **layout))
+    hook = f"{tmp_path / 'hook.py'}:add_heads"
+    runs = [LabOptions(out=tmp_path / name, slime=source, rank_hook=hook, **LAYOUTS[name]) for name in LAYOUTS]
+    for name, result in zip(LAYOUTS, train_all(runs), strict=True):
+        assert isinstance(result, LabResult)
         (path,) = result.train_dumps
         dump = torch.load(path, weights_only=True)
         assert len(dump["samples"]) == 8
