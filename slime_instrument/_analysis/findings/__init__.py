@@ -20,13 +20,13 @@ from slime_instrument._analysis.findings.facts import (
 )
 from slime_instrument._analysis.findings.misplaced import cp_boundary, mask_shift, rank_order, sample_swap, token_shift
 from slime_instrument._analysis.findings.missing import incomplete, join_unconfirmed, non_finite, zero_fill
-from slime_instrument._analysis.findings.model import context_differs, dtype_rounding, stale_weights
-from slime_instrument._analysis.findings.sampling import (
+from slime_instrument._analysis.findings.model import (
+    context_differs,
+    dtype_rounding,
     low_probability_tail,
-    sampling_penalty,
-    temperature,
-    truncated_sampling,
+    stale_weights,
 )
+from slime_instrument._analysis.findings.sampling import sampling_penalty, temperature, truncated_sampling
 from slime_instrument._analysis.findings.unexplained import single_tokens, unexplained_mismatch
 
 __all__ = ["KINDS", "LAST", "Kind", "diagnose"]

@@ -1,4 +1,5 @@
-"""The two sides compute with different models: log-probs of a shorter type, older weights, another context."""
+"""The two sides compute with different models: log-probs of a shorter type, older weights, another context,
+other kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from slime_instrument._analysis.groups import MORE_THAN_KERNELS, Group, groups
 from slime_instrument._analysis.moments import Ratio, mean_of
 from slime_instrument._analysis.statistics import log_student_tail
 
-__all__ = ["context_differs", "dtype_rounding", "stale_weights"]
+__all__ = ["context_differs", "dtype_rounding", "low_probability_tail", "stale_weights"]
 
 # --- dtype-rounding ---
 
@@ -233,3 +234,57 @@ def _within(bins: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Each value less the mean of its bin."""
     n = torch.bincount(bins).clamp(min=1)
     return values - (torch.bincount(bins, weights=values) / n)[bins]
+
+
+# --- low-probability-tail ---
+
+_LOW = -4.0  # log μ from which a token is improbable
+_FEWEST_OUTLIERS = 4
+_OUTLIER = 0.4  # |δ| in nats, and at least ten times what is usual
+_WIDEST = 0.4  # share of the tokens that can be a tail
+_IN_TAIL = 0.3  # share of the tail that is off
+_OF_ONE_SIGN = 0.9  # share of one sign from which a temperature fits too
+_ELSEWHERE = 0.003  # share of the other tokens that may be off too
+
+
+def low_probability_tail(view: View) -> Finding | None:
+    """The mismatch stands only at tokens that the rollout thought very improbable."""
+    size = view.size
+    off = size > max(_OUTLIER, 10 * view.noise)
+    if int(off.count_nonzero()) < _FEWEST_OUTLIERS:
+        return None
+    rollout = view.rollout_values()
+    # The tail ends where nearly all outliers are below.
+    places = rollout[off].sort().values
+    edge = float(places[min(len(places) - 1, int(0.98 * len(places)))])
+    if edge > _LOW:
+        return None
+    tail = rollout <= edge
+    n_tail, n_off = int(tail.sum()), int(off.sum())
+    in_tail = int((off & tail).sum())
+    elsewhere = (n_off - in_tail) / max(1, len(size) - n_tail)
+    if n_tail > _WIDEST * len(size) or in_tail < _IN_TAIL * n_tail or elsewhere > _ELSEWHERE:
+        return None
+    mean_tail, mean_rest = float(size[tail].mean()), float(size[~tail].mean())
+    if mean_tail < 8 * mean_rest:
+        return None
+    message = (
+        f"{in_tail} of {n_off} outliers have log μ below {edge:.3g}; mean |δ| is {mean_tail:.3g} there and "
+        f"{mean_rest:.3g} elsewhere. Kernels differ most where probabilities are tiny; larger than usual noise there "
+        "points to a different attention, MoE or softmax kernel in the engine, or to a lower precision."
+    )
+    delta = view.delta[off & tail]
+    one_sided = max(float((delta > 0).double().mean()), float((delta < 0).double().mean()))
+    tokens = torch.zeros_like(view.open)
+    tokens[view.open] = off
+    if one_sided > _OF_ONE_SIGN:
+        message += " Nearly all of these differences have one sign, as a different temperature would give them too."
+    evidence = {
+        "one_sided": one_sided,
+        "edge": edge,
+        "tokens": n_tail,
+        "mean_abs": mean_tail,
+        "mean_abs_elsewhere": mean_rest,
+    }
+    samples = view.positions(sorted(set(view.sample[off].tolist())))
+    return Finding("low-probability-tail", message, samples, evidence, tokens)

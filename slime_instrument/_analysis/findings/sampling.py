@@ -1,7 +1,6 @@
-"""The engine samples otherwise than training computes: another temperature, truncation, penalties; and a tail that only
-improbable tokens show.
+"""The engine samples otherwise than training computes: another temperature, truncation, penalties.
 
-The first three are fitted to one group of samples, on the identities that :mod:`~slime_instrument._analysis.moments`
+They are fitted to one group of samples, on the identities that :mod:`~slime_instrument._analysis.moments`
 explains. Where they look alike, one asks whether another one fits.
 """
 
@@ -20,7 +19,7 @@ from slime_instrument._analysis.groups import Group, groups, moments_of
 from slime_instrument._analysis.moments import Moments, Ratio, mean_of
 from slime_instrument._format.values import log_probs
 
-__all__ = ["low_probability_tail", "sampling_penalty", "temperature", "truncated_sampling"]
+__all__ = ["sampling_penalty", "temperature", "truncated_sampling"]
 
 _SURE = 5.0  # standard errors: of the slope, of the other estimates of a temperature, of the mean ratio below 1
 
@@ -354,57 +353,3 @@ def _truncates(moments: Moments) -> bool:
         and moments.mass.beyond(_SURE)
         and moments.total("certain") >= _CERTAIN * moments.total("n")
     )
-
-
-# --- low-probability-tail ---
-
-_LOW = -4.0  # log μ from which a token is improbable
-_ENOUGH = 4  # outliers
-_OUTLIER = 0.4  # |δ| in nats, and at least ten times what is usual
-_WIDEST = 0.4  # share of the tokens that can be a tail
-_IN_TAIL = 0.3  # share of the tail that is off
-_OF_ONE_SIGN = 0.9  # share of one sign from which a temperature fits too
-_ELSEWHERE = 0.003  # share of the other tokens that may be off too
-
-
-def low_probability_tail(view: View) -> Finding | None:
-    """The mismatch stands only at tokens that the rollout thought very improbable."""
-    size = view.size
-    off = size > max(_OUTLIER, 10 * view.noise)
-    if int(off.count_nonzero()) < _ENOUGH:
-        return None
-    rollout = view.rollout_values()
-    # The tail ends where nearly all outliers are below.
-    places = rollout[off].sort().values
-    edge = float(places[min(len(places) - 1, int(0.98 * len(places)))])
-    if edge > _LOW:
-        return None
-    tail = rollout <= edge
-    n_tail, n_off = int(tail.sum()), int(off.sum())
-    in_tail = int((off & tail).sum())
-    elsewhere = (n_off - in_tail) / max(1, len(size) - n_tail)
-    if n_tail > _WIDEST * len(size) or in_tail < _IN_TAIL * n_tail or elsewhere > _ELSEWHERE:
-        return None
-    mean_tail, mean_rest = float(size[tail].mean()), float(size[~tail].mean())
-    if mean_tail < 8 * mean_rest:
-        return None
-    message = (
-        f"{in_tail} of {n_off} outliers have log μ below {edge:.3g}; mean |δ| is {mean_tail:.3g} there and "
-        f"{mean_rest:.3g} elsewhere. Kernels differ most where probabilities are tiny; larger than usual noise there "
-        "points to a different attention, MoE or softmax kernel in the engine, or to a lower precision."
-    )
-    delta = view.delta[off & tail]
-    one_sided = max(float((delta > 0).double().mean()), float((delta < 0).double().mean()))
-    tokens = torch.zeros_like(view.open)
-    tokens[view.open] = off
-    if one_sided > _OF_ONE_SIGN:
-        message += " Nearly all of these differences have one sign, as a different temperature would give them too."
-    evidence = {
-        "one_sided": one_sided,
-        "edge": edge,
-        "tokens": n_tail,
-        "mean_abs": mean_tail,
-        "mean_abs_elsewhere": mean_rest,
-    }
-    samples = view.positions(sorted(set(view.sample[off].tolist())))
-    return Finding("low-probability-tail", message, samples, evidence, tokens)
