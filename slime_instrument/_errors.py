@@ -1,7 +1,7 @@
-"""The exceptions of this package, the five parts every message of ours has, and the one way to the log.
+"""The exceptions of this package, the five parts of a refusal, and the one way to the log.
 
-Each exception also is the builtin that callers already catch. Standard library only: this module is imported at
-interpreter start.
+Each exception also is the builtin that callers already catch. Standard library only: this module is loaded before
+slime, torch or wrapt may be.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The environment as one typed object.
 
-Standard library only: settings are read in every process of an armed job, at interpreter start, before anything heavy
-may be imported.
+Standard library only: settings are read just before slime is imported, when nothing heavy may be loaded yet.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ class Pins:
 class Settings:
     """What the user asked for. Build it with :meth:`from_environment`.
 
-    ``enabled`` is None while ``SLIME_INSTRUMENT`` is unset: then only an explicit import arms. ``bucket_mb`` bounds the
-    pieces in which a rank packs and sends its part, in MiB. ``timeout_s`` bounds the wait for another rank and the time
-    in which no byte moves, in seconds. ``async_write``: training goes on while the file is being written;
-    ``async_busy``: a dump that comes while an earlier file is still being written waits for it ("wait") or is skipped
-    ("skip"). ``metrics``: mismatch metrics are logged after each dump. ``alert``: thresholds on them that are worth a
-    warning. ``package``: the name of the package that is patched; what uses it asks
+    ``enabled`` is None while ``SLIME_INSTRUMENT`` is unset: then only an explicit import arms. ``bucket_mb`` bounds, in
+    MiB, the pieces into which a rank joins tensors on a device before it copies and sends them. ``timeout_s`` bounds
+    the wait for another rank and the time in which no byte moves, in seconds. ``async_write``: training goes on while
+    the file is being written; ``async_busy``: a dump that comes while an earlier file is still being written waits for
+    it ("wait") or is skipped ("skip"). ``metrics``: mismatch metrics are logged after each dump. ``alert``: thresholds
+    on them that are worth a warning. ``package``: the name of the package that is patched; what uses it asks
     :func:`~slime_instrument._switch.package`. ``unknown`` lists variables with our prefix that mean nothing here; they
     are reported, not refused, so that a newer setting does not stop an older install.
     """

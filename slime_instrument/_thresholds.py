@@ -1,6 +1,6 @@
 """Limits on metrics: ``abs_diff.mean>0.05``, ``ess<0.5``. One grammar for the command line and the settings.
 
-Standard library only: settings are read at start.
+Standard library only: settings are read before anything heavy is loaded.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 own.
 
 There is one atomic decision for each call of the dump, "go" or "skip", that every rank obeys. Whoever gives up decides
-"skip", and the others stop waiting at once. No group of training's is used. Without torch at import: hooks are there
-before slime is imported.
+"skip", and the others stop waiting at once. Training's process groups are not used. torch is not imported at module
+level, because the hooks import this module before slime is imported.
 """
 
 from __future__ import annotations

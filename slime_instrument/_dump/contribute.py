@@ -1,4 +1,4 @@
-"""What this rank contributes to the dump of one rollout: a description, and a queue of bytes.
+"""What this rank contributes to the dump of one rollout: a description, and a queue of tensors.
 
 Context-parallel rank 0 contributes everything of its data-parallel rank; the other context-parallel ranks contribute
 their parts of the sharded fields. Describing copies nothing: tensors are queued, and joined into pieces when they
@@ -79,7 +79,7 @@ class Sharded:
 class Description:
     """What the bytes of a contribution mean; travels before them.
 
-    The first four are context-parallel rank 0's alone: ``columns`` pair with single samples, ``ids`` identify them,
+    Four fields are filled by context-parallel rank 0 only: ``columns`` pair with single samples, ``ids`` identify them,
     ``layout`` is the schedule of this data-parallel rank, ``whole`` the whole batch's. A :class:`Ref`,
     :class:`Stored` or :class:`InFile` stands where a tensor was. ``in_files``: the samples of a sharded field whose
     whole response is in a file instead.
@@ -508,8 +508,7 @@ class _Plain:
     def value(self, value: Any) -> Any:
         kind = type(value)
         if kind in _PLAIN:
-            # A copy of what can be changed in place: the file may be written while training goes on.
-            return value
+            return value  # cannot change; what can is copied below, for the file may be written while training goes on
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, (dict, list, tuple, set, frozenset)):

@@ -1,6 +1,7 @@
-"""One dump, from rollout_data on every rank to one file: contribute, agree, exchange, restore, write.
+"""One dump, from ``rollout_data`` on every rank to one file.
 
-This is the order in which to read the folder: :mod:`agree`, :mod:`contribute`, :mod:`exchange`, :mod:`payload` with
+Each rank describes its part, the ranks agree, the parts go to the writer, which restores whole fields and writes the
+file. Read the folder in the order :mod:`agree`, :mod:`contribute`, :mod:`exchange`, :mod:`payload` with
 :mod:`zigzag`, :mod:`file`.
 """
 

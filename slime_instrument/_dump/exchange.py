@@ -2,10 +2,10 @@
 
 A collective that times out would leave its process group broken for training, and messages on a group of training's
 could meet the user's own. Here whatever goes wrong ends with a closed socket, which the other end sees at once.
-Standing still is bounded, that is the time in which not one byte moved; the size of the dump is not.
+Only the time in which no byte moves is limited, not the size of a dump or the time that it takes in all.
 
 A connection carries, from the sender: token, rank, length of the description, the description, the payload; from the
-writer: the token's second half, then single bytes as signs of life until it closes.
+writer: an answer that proves who it is, then single bytes that show it is alive, until it closes.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ class Receiver:
         connected = [key.data for key in self._selector.get_map().values() if key.data is not None]
         for line in (*connected, *self._by_rank.values()):
             _close(line.socket)
-            line.part, line.room = None, []  # what it says while waiting refers to the line itself, which so lives on
+            line.part, line.room = None, []  # break the cycle line, patience, lambda, line
         self._selector.close()
         self._listener.close()
 
@@ -311,7 +311,7 @@ class Receiver:
             self._drop(line)
 
     def _keep_alive(self) -> None:
-        """Now and then a sign of life to everybody, so that nobody takes another's turn for a standstill."""
+        """Send every rank a byte now and then, so that one that waits for its turn does not time out."""
         now = time.monotonic()
         if now - self._signed < min(1.0, self._agreement.timeout_s / 8):
             return
@@ -394,7 +394,7 @@ class Receiver:
         if line.rank < 0:
             token, rank, length = _HELLO.unpack(line.head)
             if token != self._token or rank not in self._not_here():
-                self._drop(line)  # somebody who has lost the way
+                self._drop(line)  # not one of the expected senders
                 return
             line.rank, line.head, line.expected = rank, bytearray(), length
             self._by_rank[rank] = line

@@ -1,7 +1,8 @@
 """The file of a dump: its path, writing it whole or not at all, in the background where asked for, and rotation.
 
 A failing write costs its own rollout and nothing after it. What stands at the path and is no regular file (a device, a
-pipe, a link) is written through, as slime does. Nothing but our own leftovers is ever removed.
+pipe, a link) is written through, as slime does. Removed are only leftovers of killed writers, and what rotation drops:
+dumps of this process with the tensor files that were linked for them.
 """
 
 from __future__ import annotations
@@ -161,15 +162,19 @@ class Disk:
         self._say = say
         self._told: set[str] = set()
         self.can_rename = True
+        self.in_place = False
+        """The last file was not written beside its path but there, where a failure costs what stood there before."""
         self.writes = 0
         """Counts on while a file grows."""
 
     def write(self, path: Path, fill: Callable[[IO[bytes]], Any]) -> int:
         """Call ``fill(file)`` on a file beside ``path`` and rename it over ``path``. Returns the size in bytes.
 
-        Whatever fails, ``path`` stays as it was and nothing is left beside it. An existing file's mode and owner stay.
-        A link's target is written, not the link. Raises OSError, and whatever ``fill`` raises.
+        Whatever fails, ``path`` stays as it was and nothing is left beside it; see :attr:`in_place` for the exception,
+        after which nothing is there. An existing file's mode and owner stay. A link's target is written, not the link.
+        Raises OSError, and whatever ``fill`` raises.
         """
+        self.in_place = False
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -210,17 +215,18 @@ class Disk:
         return size
 
     def _write_through(self, path: Path, fill: Callable[[IO[bytes]], Any]) -> int:
-        is_new = not os.path.lexists(path)
         try:
             with open(path, "wb") as file:
+                self.in_place = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
                 fill(file)
                 file.flush()
-                if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                if self.in_place:
                     self._flush_to_disk(file.fileno())
                     return file.tell()
         except BaseException:
-            if is_new:  # half a file is worse than none
+            if self.in_place:  # half a file is worse than none
                 with contextlib.suppress(OSError):
+                    os.truncate(path, 0)  # where it cannot be removed
                     os.unlink(path)
             raise
         return 0
@@ -350,7 +356,8 @@ def write_dump(payload: dict[str, Any], path: Path, disk: Disk) -> int:
                 str(path),
                 expected="to write the train dump",
                 found=f"{refused.strerror or describe(refused)} ({tried}; {free_space(path.parent)})",
-                follows="This rollout has no train dump; a file that was there before is untouched.",
+                follows="This rollout has no train dump; a file that was there before is "
+                + ("lost, because files are written in place here." if disk.in_place else "untouched."),
                 next_step="Check space, quota and rights of the folder.",
             )
         ) from refused

@@ -1,1 +1,1 @@
-"""Dump files: schema, readers of every form, validator. Works where wrapt, megatron and slime are absent."""
+"""Dump files: schema, readers, pairing, join and the journal. Works where wrapt, megatron and slime are absent."""

@@ -14,7 +14,7 @@ left-out   a field is not in a rollout's dump, and why
 waiting    what a dump waits for, said after ten seconds and then ever less often
 removed    rotation removed a dump
 stepped-out  this process dumps no more, and why
-note       what the file system of the dumps cannot do
+note       anything else worth knowing: what the file system cannot do, ranks that are missing from a dump
 ========== ==========================================================================================================
 """
 

@@ -1,6 +1,6 @@
 """The places in slime where this package works, in the order in which a rollout passes them.
 
-A hook reads as one function (see ``_patching.patch``); what they all share is the :class:`~.process.Process` that each
+A hook reads as one function (see ``_patching.patch``); what they all share is the ``Process`` of ``capture`` that each
 call brings along. Nothing here talks to other ranks or writes files: that is ``_dump``.
 """
 

@@ -34,7 +34,7 @@ class State(str, enum.Enum):
     PENDING = "PENDING"  # armed, the target's module is not imported yet
     ACTIVE = "ACTIVE"  # the target is wrapped
     INCOMPATIBLE = "INCOMPATIBLE"  # the target is not there or has another signature
-    FAILED = "FAILED"  # failed repeatedly and stepped out for the rest of the process
+    FAILED = "FAILED"  # could not be applied, or failed so often that it stepped out for the rest of the process
     SKIPPED = "SKIPPED"  # not applied: not needed here, or not without another patch
     DRIFTED = "DRIFTED"  # somebody replaced or wrapped the target after us
     REMOVED = "REMOVED"  # taken back by uninstrument()
@@ -135,7 +135,7 @@ def around(name: str, *targets: str, group: str = "", **more: Any) -> Callable[[
 
     Args:
         name: of the patch, in ``status()``.
-        targets: alternatives as ``module:attribute``; the first that exists is wrapped.
+        targets: alternatives as ``module:attribute``; the first that is imported and fits is wrapped.
         group: what applies together or not at all; without one the patch stands alone.
         takes: the target's parameters that the hook relies on. A target without one of them is not wrapped.
         idle: asked before anything else in each call. True: nothing to do, so that the call costs next to nothing.

@@ -74,7 +74,7 @@ def validate_files(
         allow_pickle: read rollout dumps with objects of arbitrary classes; this can run code from them.
 
     Returns:
-        The findings. A file that cannot be read is an error with code ``unreadable``; the others are still checked.
+        The problems. A file that cannot be read is an error with code ``unreadable``; the others are still checked.
 
     Raises:
         DumpFormatError: ``rollout`` cannot be read or is no rollout dump.

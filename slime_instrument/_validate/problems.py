@@ -33,7 +33,7 @@ class Problem:
 
 
 class Problems:
-    """Collects the findings of one file; the checks only ever add to it."""
+    """Collects the problems of one file; the checks only ever add to it."""
 
     def __init__(self, file: Path) -> None:
         self.file = str(file)
@@ -51,7 +51,7 @@ class Problems:
 
 @dataclass
 class ValidationReport:
-    """All findings of one call, over every file of it."""
+    """All problems of one call, over every file of it."""
 
     errors: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
@@ -64,10 +64,10 @@ class ValidationReport:
     @property
     def unreadable(self) -> list[Problem]:
         """Those errors that are about files that could not be looked into at all."""
-        return [finding for finding in self.errors if finding.code == "unreadable"]
+        return [problem for problem in self.errors if problem.code == "unreadable"]
 
     def add(self, found: Problems) -> None:
-        """Take over the findings of one file."""
+        """Take over the problems of one file."""
         self.errors += found.errors
         self.warnings += found.warnings
 

@@ -1190,18 +1190,58 @@ def test_a_pipe_whose_reader_leaves_is_an_error_and_no_other_reader_is_waited_fo
     assert stat.S_ISFIFO(os.stat(pipe).st_mode)
 
 
+@pytest.mark.parametrize("before", [None, b"a dump of before"])
 def test_half_a_file_that_had_to_be_written_in_place_does_not_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk
+    tmp_path: Path, disk: Disk, before: bytes | None
 ) -> None:
     disk.can_rename = False
-
-    def half(file: IO[bytes]) -> None:
-        file.write(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    if before is not None:
+        (tmp_path / "0.pt").write_bytes(before)
     with pytest.raises(OSError, match="No space"):
         disk.write(tmp_path / "0.pt", half)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_half_a_file_in_place_that_cannot_be_removed_is_empty(
+    path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.can_rename = False
+    path.write_bytes(b"a dump of before")
+    monkeypatch.setattr(os, "unlink", failing(errno.EPERM))
+    with pytest.raises(OSError, match="No space"):
+        disk.write(path, half)
+    assert path.read_bytes() == b""
+
+
+def test_a_file_that_cannot_be_opened_in_place_is_untouched(
+    path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.can_rename = False
+    path.write_bytes(b"a dump of before")
+    monkeypatch.setattr("builtins.open", failing(errno.EACCES))
+    with pytest.raises(PermissionError):
+        disk.write(path, half)
+    monkeypatch.undo()
+    assert path.read_bytes() == b"a dump of before"
+
+
+@pytest.mark.parametrize("can_rename", [True, False])
+def test_the_message_says_what_became_of_the_file_that_was_there(
+    path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, can_rename: bool
+) -> None:
+    disk.can_rename = can_rename
+    path.write_bytes(b"a dump of before")
+    monkeypatch.setattr(disk, "_flush_to_disk", failing(errno.ENOSPC))
+    with pytest.raises(DumpError) as caught:
+        write_dump(payload(8), path, disk)
+    assert ("untouched" in str(caught.value)) is can_rename
+    assert ("lost, because files are written in place" in str(caught.value)) is not can_rename
+    assert path.exists() is can_rename
+
+
+def half(file: IO[bytes]) -> None:
+    file.write(b"half")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize("code", [errno.EBUSY, errno.ENOENT])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tools.matrix import page
+from tools.matrix import page, runs
 from tools.matrix.agreement import check_agrees
 from tools.matrix.checks import Verdict
 from tools.matrix.compare import differences, from_native, from_single
@@ -250,3 +250,23 @@ def test_a_checkout_of_main_counts_as_main_whatever_its_commit(tmp_path: Path, m
 def test_a_cell_without_a_prompt_makes_the_run_that_tells_what_slime_does_alone(samples: str) -> None:
     cell = Cell("main", "DP2-CP2", "grpo", samples)
     assert cell.single_plain in cell.runs
+
+
+def test_the_fingerprint_of_the_code_knows_what_it_does_and_not_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "_PACKAGE", tmp_path)
+    file = tmp_path / "_dump" / "file.py"
+    file.parent.mkdir()
+
+    def fingerprint(text: str) -> str:
+        file.write_text(text)
+        return runs.code_fingerprint()
+
+    first = fingerprint('"""One."""\nclass A:\n    size: int = 1  # MiB\n    """Of a piece."""\n')
+    assert fingerprint("class A:\n    size: int = 1\n") == first
+    assert fingerprint("class A:\n    size: int = 2\n") != first
+    assert fingerprint('class A:\n    size: int = 1\n    name = "a text that is used"\n') != first
+    (tmp_path / "_cli").mkdir()
+    (tmp_path / "_cli" / "app.py").write_text("what only reads = 1")
+    assert fingerprint("class A:\n    size: int = 1\n") == first
