@@ -23,7 +23,7 @@ class Estimate:
 
     Attributes:
         name: what is estimated, such as ``temperature``.
-        value, low, high: the estimate and its 95 % interval.
+        value, low, high: the estimate and its interval; docs/findings.md says which one.
         n_tokens: tokens that it rests on.
         needed: the fewest tokens with which this would still have been named, at the same size of the fault.
         looks_like: what else would look the same in these data, in words.

@@ -3,8 +3,7 @@
 The schema has a version, :data:`SCHEMA_VERSION`, in the column ``schema_version``; columns are added at the end, and
 never change their meaning or type within a version. Column ``kind`` says which side a row is from.
 
-polars writes the file; pyarrow is not needed. :func:`tables` is the same for one file at a time and pure, so that it
-can be mapped over files by anything, such as Ray Data's ``flat_map``.
+polars writes the file; pyarrow is not needed. :func:`rows` is the same for one file at a time, as plain dicts.
 """
 
 from __future__ import annotations
@@ -220,7 +219,7 @@ def _polars_schema(level: Level) -> dict[str, Any]:
 
 
 def rows(path: str | os.PathLike[str], *, level: Level = "sample", allow_pickle: bool = False) -> list[dict[str, Any]]:
-    """The rows of one file as plain dicts; for ``ray.data.from_items(files).flat_map(rows)`` and the like.
+    """The rows of one file as plain dicts; with Ray Data: ``from_items(files).flat_map(lambda one: rows(one["path"]))``.
 
     Errors as for :func:`slime_instrument._format.dumps.read_dump`.
     """

@@ -1,6 +1,6 @@
 """Mismatch metrics of one pair of dumps: what is measured, and the sums that it is made of, added up block by block.
 
-δ = log π (train) - log μ (rollout) at the comparable tokens, r = exp δ. A value is None, never 0.0 or NaN, where there
+δ = log π (train) - log μ (rollout) at the comparable tokens, ρ = exp δ. A value is None, never 0.0 or NaN, where there
 is nothing to measure, and infinite where it exceeds what a float holds (JSON has null for that, and the metric's name
 under ``overflowed``).
 """
@@ -65,7 +65,7 @@ class ProbDiff:
 
 @dataclass(frozen=True)
 class Tis:
-    """Truncated importance sampling: w = min(r, limit)."""
+    """Truncated importance sampling: w = min(ρ, limit)."""
 
     limit: float
     mean_weight: float
@@ -75,7 +75,7 @@ class Tis:
 
 @dataclass(frozen=True)
 class IcePop:
-    """w = r between the limits, else 0."""
+    """w = ρ between the limits, else 0."""
 
     limits: tuple[float, float]
     mean_weight: float
@@ -92,7 +92,7 @@ class GeoRejection:
 
 @dataclass(frozen=True)
 class Veto:
-    """Sequences with some r below the limit are dropped."""
+    """Sequences with some ρ below the limit are dropped."""
 
     limit: float
     dropped_fraction: float
@@ -106,9 +106,9 @@ class Metrics:
         n_tokens: comparable tokens.
         abs_diff, prob_diff: distances on the scale of log-probs and on that of probabilities.
         ess: effective sample size of the token weights as a fraction of the tokens, (Σr)² / (N Σr²).
-        k1, k2, k3: estimates of KL(μ‖π): mean -δ, δ²/2, r - δ - 1.
+        k1, k2, k3: estimates of KL(μ‖π): mean -δ, δ²/2, ρ - δ - 1.
         token_mult_prob_error: mean exp \\|δ\\|.
-        chi2_token, chi2_seq: mean r² - 1 over tokens; mean exp(2Σδ) - 1 over sequences.
+        chi2_token, chi2_seq: mean ρ² - 1 over tokens; mean exp(2Σδ) - 1 over sequences.
         train_rollout_logprob_abs_diff: what slime logs under that name for these samples: Σ\\|δ\\| of each sample
             divided by the mask sum of its whole execution, added up, divided by the number of executions.
         seq_ratio, geo_ratio, ppl_ratio: means over sequences of exp Σδ (exponent clamped to ±20), exp(mean δ),
@@ -263,7 +263,7 @@ class _Moments:
 class _Sums:
     """What the distances and the estimates of divergences are made of, over all comparable tokens.
 
-    ``weight`` and ``weight_squares`` are Σr and Σr², both scaled so that the largest r is 1.
+    ``weight`` and ``weight_squares`` are Σρ and Σρ², both scaled so that the largest ρ is 1.
     """
 
     def __init__(self) -> None:

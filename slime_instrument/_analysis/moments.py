@@ -9,7 +9,7 @@ Write ρ = exp δ. Three identities hold position by position, whatever the two 
 
 Independent noise in δ makes the first estimate of r - 1 too large and leaves the slope alone; differences of entropy
 among positions make the slope too small. Together they enclose r, and where they disagree it is no temperature.
-Every sum is kept by sample: tokens of one sample are no independent witnesses, samples are.
+Every sum is kept by sample: tokens of one sample are not independent; samples are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The manners of every command: where output goes, how JSON and tables look, how errors end.
+"""What all commands share: where output goes, how JSON and tables look, how errors end.
 
-``--json`` puts exactly one JSON document on stdout; everything else goes to stderr. Exit status: 0 fine; 1 looked and
-something is wrong; 2 could not look.
+``--json`` puts exactly one JSON document on stdout; everything else goes to stderr. Exit status: 0 no problem;
+1 a problem was found; 2 something could not be read.
 """
 
 from __future__ import annotations

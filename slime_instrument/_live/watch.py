@@ -61,7 +61,7 @@ class LiveMetrics:
         began = time.monotonic()
         measured = measure_payload(payload, path)
         step = rollout_step(args, rollout_id)
-        passed = self._settings.alert.broken(measured.metrics.value)
+        broken = self._settings.alert.broken(measured.metrics.value)
         if self._settings.metrics:
             shown: dict[str, float | None] = {
                 **measured.metrics.flat(), "n_tokens": measured.metrics.n_tokens, "findings": len(measured.findings),
@@ -70,25 +70,25 @@ class LiveMetrics:
             untracked = _log(args, shown, step)
             line = {
                 **measured.as_dict(), "rollout_id": rollout_id, "step": step, "time": round(time.time(), 3),
-                "dump": str(path), "alerts": [str(one) for one in passed], "not_tracked": untracked,
+                "dump": str(path), "alerts": [str(one) for one in broken], "not_tracked": untracked,
                 "seconds": round(time.monotonic() - began, 4),
             }  # fmt: skip
             append_line(metrics_file(args, path), line)
-        self._say(args, rollout_id, measured, passed, path)
+        self._say(args, rollout_id, measured, broken, path)
 
-    def _say(self, args: Any, rollout_id: int, measured: Measured, passed: list[Threshold], path: Path) -> None:
+    def _say(self, args: Any, rollout_id: int, measured: Measured, broken: list[Threshold], path: Path) -> None:
         """Findings when they first appear, and thresholds each time, with the command that shows more."""
         if self._settings.metrics:
             for one in measured.findings:
                 if one.code not in self._warned_of:
                     log(logging.WARNING, "slime_instrument: rollout %s: %s: %s", rollout_id, one.code, one.message)
         self._warned_of = {one.code for one in measured.findings}
-        if passed:
-            values = {one.metric: measured.metrics.value(one.metric) for one in passed}
+        if broken:
+            values = {one.metric: measured.metrics.value(one.metric) for one in broken}
             found = ", ".join(f"{name} is {shown_value(value)}" for name, value in values.items())
             log(
-                logging.WARNING, "slime_instrument: rollout %s passed %s: %s. Look at it with: %s",
-                rollout_id, ", ".join(map(str, passed)), found, report_command(args, rollout_id, path),
+                logging.WARNING, "slime_instrument: rollout %s: alert %s: %s. Look at it with: %s",
+                rollout_id, ", ".join(map(str, broken)), found, report_command(args, rollout_id, path),
             )  # fmt: skip
 
 

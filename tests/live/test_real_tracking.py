@@ -105,7 +105,7 @@ def test_the_metrics_stand_in_slimes_own_trackers_and_in_the_file(
     assert lines[0]["n_tokens"] > 0
     assert lines[0]["alerts"] == ["abs_diff.mean>0.0001"]
     log = (tmp_path / "lab.log").read_text()
-    assert "rollout 0 passed abs_diff.mean>0.0001" in log
+    assert "rollout 0: alert abs_diff.mean>0.0001" in log
     assert f"slime-instrument report {tmp_path}/rollout_data/0.pt {tmp_path}/train_data/0.pt" in log
     history = list((tmp_path / "wandb").rglob("*.wandb"))
     assert history

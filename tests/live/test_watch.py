@@ -116,9 +116,9 @@ def test_an_alert_names_the_metric_and_the_command(
         run(live, args, rollout_id=1)
         run(live, args, rollout_id=2, off=0.25)
     folder = Path(args.save_debug_train_data).parents[1]
-    warned = [record.getMessage() for record in caplog.records if "passed" in record.getMessage()]
+    warned = [record.getMessage() for record in caplog.records if "alert" in record.getMessage()]
     assert len(warned) == 1
-    assert "rollout 2 passed abs_diff.mean>0.05: abs_diff.mean is 0.25" in warned[0]
+    assert "rollout 2: alert abs_diff.mean>0.05: abs_diff.mean is 0.25" in warned[0]
     assert warned[0].endswith(
         f"slime-instrument report {folder}/rollout_data/2.pt {folder}/train_data/2.pt -o report-2.html"
     )
