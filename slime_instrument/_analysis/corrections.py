@@ -198,7 +198,7 @@ def unchanged(batch: Batch) -> Outcome:
 
 
 def plain_ratio(batch: Batch) -> Outcome:
-    """Weight Ï without any bound."""
+    """Weight ρ without any bound."""
     return _outcome(batch.delta.exp())
 
 
@@ -206,14 +206,14 @@ def plain_ratio(batch: Batch) -> Outcome:
 
 
 def slime_tis(batch: Batch, *, tis_clip: float = 2.0, tis_clip_low: float = 0.0) -> Outcome:
-    """slime's ``--use-tis``: Ï clamped to its two bounds."""
+    """slime's ``--use-tis``: ρ clamped to its two bounds."""
     ratio = batch.delta.exp()
     weight = ratio.clamp(min=tis_clip_low, max=tis_clip)
     return _outcome(weight, clipped=weight != ratio, reported=_slime_reports(batch, ratio, weight))
 
 
 def slime_icepop(batch: Batch, *, tis_clip: float = 2.0, tis_clip_low: float = 0.0) -> Outcome:
-    """slime's IcePop function: Ï between the bounds, else 0."""
+    """slime's IcePop function: ρ between the bounds, else 0."""
     ratio = batch.delta.exp()
     weight = ratio.masked_fill(~_within(ratio, tis_clip_low, tis_clip), 0.0)
     return _outcome(weight, reported=_slime_reports(batch, ratio, weight))
@@ -391,7 +391,7 @@ def _verl_thresholds(options: str, thresholds: float | str | None) -> list[tuple
 
 
 def _verl_divergence(batch: Batch, option: str) -> torch.Tensor:
-    """One value per token. k1 is -δ: a bound on it is one on 1/Ï."""
+    """One value per token. k1 is -δ: a bound on it is one on 1/ρ."""
     delta = batch.delta.clamp(-_SAFETY, _SAFETY)
     level, _, kind = option.rpartition("_")
     divergences = {"k1": lambda: -delta, "k2": lambda: 0.5 * delta**2, "k3": lambda: delta.exp() - 1.0 - delta}
@@ -451,7 +451,7 @@ def nemo_rl(
 
 
 def prime_rl_dppo(batch: Batch, *, dppo_mask_high: float = 0.2, dppo_mask_low: float = 0.2) -> Outcome:
-    """prime-rl's default loss: weight Ï; a token goes whose probability already moved too far in the direction that
+    """prime-rl's default loss: weight ρ; a token goes whose probability already moved too far in the direction that
     its advantage pushes. An advantage of 0 counts as negative."""
     assert batch.advantages is not None
     moved = batch.train.exp() - batch.rollout.exp()
@@ -467,7 +467,7 @@ def prime_rl_dppo(batch: Batch, *, dppo_mask_high: float = 0.2, dppo_mask_low: f
 
 
 def prime_rl_ipo(batch: Batch, *, ipo_threshold: float = 0.1) -> Outcome:
-    """prime-rl's IPO loss: weight Ï; a token goes whose probability moved by more than the threshold, either way."""
+    """prime-rl's IPO loss: weight ρ; a token goes whose probability moved by more than the threshold, either way."""
     rejected = (batch.train.exp() - batch.rollout.exp()).abs() > ipo_threshold
     return _outcome(batch.delta.exp(), rejected=rejected, reported={"is_masked": batch.mean(rejected.double())})
 

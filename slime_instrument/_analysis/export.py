@@ -219,7 +219,7 @@ def _polars_schema(level: Level) -> dict[str, Any]:
 
 
 def rows(path: str | os.PathLike[str], *, level: Level = "sample", allow_pickle: bool = False) -> list[dict[str, Any]]:
-    """The rows of one file as plain dicts; with Ray Data: ``from_items(files).flat_map(lambda one: rows(one["path"]))``.
+    """The rows of one file as plain dicts; in Ray Data: ``from_items(files).flat_map(lambda one: rows(one["path"]))``.
 
     Errors as for :func:`slime_instrument._format.dumps.read_dump`.
     """

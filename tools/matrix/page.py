@@ -110,10 +110,10 @@ _VERIFIED = """## What is verified in each cell
 
 _LIMITS = """## What was not possible on a CPU
 
-NCCL, CUDA tensors and streams, TransformerEngine and flash attention, loading a checkpoint, weight sync, SGLang, slime's
-own argument parser, training a critic, Megatron-based teachers, FSDP. Packed attention, images and the routing-replay
-hooks of a patched Megatron-LM are replaced by stand-ins. Models and batches are tiny; for what a dump costs, see
-[Performance](performance.md).
+NCCL, CUDA tensors and streams, TransformerEngine and flash attention, loading a checkpoint, weight sync, SGLang,
+slime's own argument parser, training a critic, Megatron-based teachers, FSDP. Packed attention, images and the
+routing-replay hooks of a patched Megatron-LM are replaced by stand-ins. Models and batches are tiny; for what a dump
+costs, see [Performance](performance.md).
 """
 
 
