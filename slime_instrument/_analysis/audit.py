@@ -59,7 +59,7 @@ class AuditFinding:
 
 
 @dataclass(frozen=True)
-class Group:
+class BaselineGroup:
     """The samples that share a baseline.
 
     Attributes:
@@ -98,7 +98,7 @@ class Audit:
     """
 
     rollout_id: int | None
-    groups: tuple[Group, ...]
+    groups: tuple[BaselineGroup, ...]
     findings: tuple[AuditFinding, ...]
     checked: tuple[str, ...]
     unchecked: Mapping[str, str]
@@ -169,7 +169,7 @@ class _Auditor:
         known = [reward for position in part if (reward := self.raw[position]) is not None]
         return known if len(known) == len(part) else []
 
-    def _group(self, part: Sequence[int]) -> Group:
+    def _group(self, part: Sequence[int]) -> BaselineGroup:
         known = self._known_rewards(part)
         mean = std = None
         if known:
@@ -179,7 +179,7 @@ class _Auditor:
         samples = [self.sources[position] for position in part]
         indices = [whole_number(sample.get("group_index")) for sample in samples]
         prompts = len(set(indices)) if None not in indices else None
-        return Group(tuple(part), n_executions(samples), mean, std, prompts)
+        return BaselineGroup(tuple(part), n_executions(samples), mean, std, prompts)
 
     # --- rewards ---
 

@@ -15,11 +15,11 @@ from slime_instrument._format.values import as_list, whole_number, whole_number_
 
 LOG_PROB_EDGES = (-20.0, -10.0, -5.0, -2.0, -1.0, -0.5, -0.1)
 MAX_TURNS = 32
-"""Turns from this one on are one group."""
+"""Turns from this one on are one bin."""
 
 
 @dataclass(frozen=True)
-class Group:
+class Bin:
     """Comparable tokens that have something in common.
 
     Attributes:
@@ -37,13 +37,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Drift:
-    """Where the mismatch grows: by tenth of the response, by turn, by log μ, by weight staleness. Groups without a
+    """Where the mismatch grows: by tenth of the response, by turn, by log μ, by weight staleness. Bins without a
     comparable token are left out."""
 
-    decile: tuple[Group, ...]
-    turn: tuple[Group, ...]
-    log_prob: tuple[Group, ...]
-    staleness: tuple[Group, ...]
+    decile: tuple[Bin, ...]
+    turn: tuple[Bin, ...]
+    log_prob: tuple[Bin, ...]
+    staleness: tuple[Bin, ...]
 
     def as_dict(self) -> dict[str, list[dict[str, Any]]]:
         """As ``--json`` has it."""
@@ -59,17 +59,17 @@ class Drift:
         return named
 
 
-class _Groups:
-    """Tokens, Σδ and Σ\\|δ\\| of numbered groups."""
+class _Bins:
+    """Tokens, Σδ and Σ\\|δ\\| of numbered bins."""
 
     def __init__(self, keys: Sequence[float | None]) -> None:
         self.keys = keys
         self.counts, self.signed, self.size = torch.zeros(3, len(keys), dtype=torch.float64)
 
-    def result(self) -> tuple[Group, ...]:
+    def result(self) -> tuple[Bin, ...]:
         columns = zip(self.keys, self.counts.tolist(), self.signed.tolist(), self.size.tolist(), strict=True)
         return tuple(
-            Group(key, int(count), signed / count, size / count) for key, count, signed, size in columns if count
+            Bin(key, int(count), signed / count, size / count) for key, count, signed, size in columns if count
         )
 
 
@@ -78,8 +78,8 @@ class DriftSums:
 
     def __init__(self, table: TokenTable, trainer_version: int | None) -> None:
         self._table, self._staleness = table, staleness_of(table, trainer_version)
-        self._deciles, self._turns = _Groups(range(10)), _Groups(range(MAX_TURNS))
-        self._log_probs = _Groups([None, *LOG_PROB_EDGES])
+        self._deciles, self._turns = _Bins(range(10)), _Bins(range(MAX_TURNS))
+        self._log_probs = _Bins([None, *LOG_PROB_EDGES])
 
     def add(self, block: Block) -> None:
         """Take up a block that has comparable tokens."""
@@ -90,7 +90,7 @@ class DriftSums:
     def result(self) -> Drift:
         # All tokens of a pair have one age, and the sums of the pairs are the table's.
         pairs = self._table.pair_sums
-        ages = _Groups(sorted({age for age in self._staleness if age is not None}))
+        ages = _Bins(sorted({age for age in self._staleness if age is not None}))
         for i, age in enumerate(ages.keys):
             own = torch.tensor([one == age for one in self._staleness])
             ages.counts[i] = pairs.counts[own].sum()

@@ -17,7 +17,7 @@ import torch
 from slime_instrument._analysis.blocks import Block
 from slime_instrument._analysis.drift import Drift, DriftSums
 from slime_instrument._analysis.statistics import percentiles
-from slime_instrument._analysis.table import KINDS, TokenTable
+from slime_instrument._analysis.table import TOKEN_KINDS, TokenTable
 from slime_instrument._format.schedule import group_of
 from slime_instrument._format.values import integers, number, plain_value
 from slime_instrument._thresholds import METRICS
@@ -368,7 +368,7 @@ def per_sample(table: TokenTable) -> list[SampleMetrics]:
         table.pairs,
         table.lengths.tolist(),
         counts.long().tolist(),
-        table.counts_of(table.kind == KINDS.index("masked")).tolist(),
+        table.counts_of(table.kind == TOKEN_KINDS.index("masked")).tolist(),
         (sums.size / counts).tolist(),
         sums.largest.tolist(),
         (sums.signed / counts).tolist(),

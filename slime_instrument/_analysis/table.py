@@ -17,7 +17,7 @@ from slime_instrument._analysis.blocks import Block, PairSums, blocks_of
 from slime_instrument._format.join import Pair
 from slime_instrument._format.values import integers, length_of, log_probs, truth, whole_number
 
-KINDS = ("comparable", "masked", "missing", "nan", "inf", "filler", "removed")
+TOKEN_KINDS = ("comparable", "masked", "missing", "nan", "inf", "filler", "removed")
 """What a token is; its number in :attr:`TokenTable.kind`. A token that is several things is the first that applies,
 in the order masked, missing, nan, inf, filler."""
 
@@ -37,7 +37,7 @@ class TokenTable:
         rollout, train: log-probs, float32, shape ``(N,)``; what is missing is NaN.
         mask: loss mask of the train side, bool, shape ``(N,)``.
         rollout_mask: loss mask of the rollout side, bool, shape ``(N,)``; 1 where it has none.
-        kind: index into :data:`KINDS`, uint8, shape ``(N,)``.
+        kind: index into :data:`TOKEN_KINDS`, uint8, shape ``(N,)``.
         removed: which pairs the rollout marked with remove_sample, bool, shape ``(S,)``.
         problems: what could not be used, one sentence each.
         misfits: pair -> log-probs of a length that is not the response's, by side; they take no part.
@@ -113,8 +113,8 @@ class TokenTable:
 
     @cached_property
     def kind_counts(self) -> dict[str, int]:
-        """Tokens of each of :data:`KINDS`."""
-        return dict(zip(KINDS, torch.bincount(self.kind, minlength=len(KINDS)).tolist(), strict=True))
+        """Tokens of each of :data:`TOKEN_KINDS`."""
+        return dict(zip(TOKEN_KINDS, torch.bincount(self.kind, minlength=len(TOKEN_KINDS)).tolist(), strict=True))
 
     def excluded(self) -> dict[str, int]:
         """Tokens by the kind for which they do not count; ``removed`` counts samples."""
@@ -151,7 +151,7 @@ def tabulate(pairs: Sequence[Pair], *, train_field: str = "log_probs") -> TokenT
     length = torch.tensor(lengths, dtype=torch.int64)
     removed = torch.tensor([truth(pair.rollout.get("remove_sample")) for pair in pairs], dtype=torch.bool)
     if bool(removed.any()):
-        kind[removed.repeat_interleave(length)] = KINDS.index("removed")
+        kind[removed.repeat_interleave(length)] = TOKEN_KINDS.index("removed")
     return TokenTable(
         pairs=pairs,
         lengths=length,
@@ -250,11 +250,11 @@ def _kinds(rollout: torch.Tensor, train: torch.Tensor, mask: torch.Tensor, missi
     """Number of the first kind that applies. Later assignments win, so they run from the last kind to the first."""
     kind = torch.zeros(len(mask), dtype=torch.uint8)
     if not (_ordinary(rollout) and _ordinary(train)):
-        kind[is_filler(rollout) | is_filler(train)] = KINDS.index("filler")
-        kind[rollout.isinf() | train.isinf()] = KINDS.index("inf")
-        kind[rollout.isnan() | train.isnan()] = KINDS.index("nan")
-    kind[missing] = KINDS.index("missing")
-    kind[~mask] = KINDS.index("masked")
+        kind[is_filler(rollout) | is_filler(train)] = TOKEN_KINDS.index("filler")
+        kind[rollout.isinf() | train.isinf()] = TOKEN_KINDS.index("inf")
+        kind[rollout.isnan() | train.isnan()] = TOKEN_KINDS.index("nan")
+    kind[missing] = TOKEN_KINDS.index("missing")
+    kind[~mask] = TOKEN_KINDS.index("masked")
     return kind
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from slime_instrument._analysis.compare import Comparison
-from slime_instrument._analysis.drift import Group
+from slime_instrument._analysis.drift import Bin
 from slime_instrument._analysis.metrics import Metrics
 from slime_instrument._analysis.statistics import log_student_tail
 
@@ -83,7 +83,7 @@ def step_in(values: Sequence[float | None]) -> Step | None:
     return Step(known[at][0], before, after, after / before, min(1.0, math.exp(chance)))
 
 
-def stands_out(groups: Sequence[Group], metrics: Metrics) -> tuple[Group, float] | None:
+def stands_out(groups: Sequence[Bin], metrics: Metrics) -> tuple[Bin, float] | None:
     """The group whose mean \\|δ\\| is most above that of the others, where it is more than chance for so many tokens.
 
     Args:
@@ -98,7 +98,7 @@ def stands_out(groups: Sequence[Group], metrics: Metrics) -> tuple[Group, float]
         return None
     scatter = math.sqrt(max(0.0, 2 * k2 - mean**2))
     total = sum(one.n_tokens for one in groups)
-    best: tuple[float, Group, float] | None = None
+    best: tuple[float, Bin, float] | None = None
     for one in groups:
         others = total - one.n_tokens
         rest = sum(other.mean_abs * other.n_tokens for other in groups if other is not one) / others

@@ -15,7 +15,7 @@ import torch
 from slime_instrument._analysis.corrections import Batch, Outcome, Policy
 from slime_instrument._analysis.drift import turns
 from slime_instrument._analysis.pair import ReadPair
-from slime_instrument._analysis.table import KINDS, TokenTable, tabulate
+from slime_instrument._analysis.table import TOKEN_KINDS, TokenTable, tabulate
 from slime_instrument._format.values import length_of, number
 
 _MOST_VALUES = 6  # rewards with more different values than this are shown in quarters
@@ -276,8 +276,8 @@ def rollout_of(pair: ReadPair) -> Rollout:
 def batch_of(table: TokenTable) -> Batch:
     """The table's tokens as frameworks would see them: values that are not finite stay as they are. Where a side has no
     value at all the token does not count."""
-    absent = table.kind == KINDS.index("missing")
-    counted = table.mask & ~absent & (table.kind != KINDS.index("removed"))
+    absent = table.kind == TOKEN_KINDS.index("missing")
+    counted = table.mask & ~absent & (table.kind != TOKEN_KINDS.index("removed"))
     nothing = absent | (~table.mask & (table.train.isnan() | table.rollout.isnan()))
     return Batch(
         train=table.train.masked_fill(nothing, 0.0),

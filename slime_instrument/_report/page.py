@@ -21,7 +21,7 @@ import torch
 from slime_instrument import __version__
 from slime_instrument._analysis.corrections import PRESETS, Sweep, label
 from slime_instrument._analysis.statistics import percentiles
-from slime_instrument._analysis.table import KINDS, TokenTable
+from slime_instrument._analysis.table import TOKEN_KINDS, TokenTable
 from slime_instrument._analysis.verdict import LEVELS
 from slime_instrument._analysis.what_if import WhatIf
 from slime_instrument._report.answers import Answers
@@ -77,7 +77,7 @@ class Page:
         data = {
             "rollouts": list(rollouts),
             "columns": list(columns),
-            "kinds": list(KINDS),
+            "kinds": list(TOKEN_KINDS),
             "held": held,
             "marks": MARKS,
             "words": words is not None,

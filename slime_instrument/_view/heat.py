@@ -12,7 +12,7 @@ import torch
 from rich.style import Style
 from rich.text import Text
 
-from slime_instrument._analysis.table import KINDS, TokenTable
+from slime_instrument._analysis.table import TOKEN_KINDS, TokenTable
 from slime_instrument._format.values import integers
 
 __all__ = ["MODES", "PAGE", "Tokens", "printable"]
@@ -81,7 +81,7 @@ class Tokens:
     def describe(self, i: int) -> str:
         """Every value of one token, in one line."""
         ids, advantage = self.ids(), self.advantage()
-        kind = KINDS[int(self.table.kind[i])]
+        kind = TOKEN_KINDS[int(self.table.kind[i])]
         parts = [f"token {i}"]
         if ids is not None:
             parts.append(f"id {int(ids[i])}")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from slime_instrument._analysis.diagnosis import Finding, View
-from slime_instrument._analysis.table import KINDS, is_filler
+from slime_instrument._analysis.table import TOKEN_KINDS, is_filler
 from slime_instrument._format.values import (
     HIGHEST_LOG_PROB,
     differs_beyond_rounding,
@@ -23,7 +23,7 @@ __all__ = ["mask_differs", "missing_log_probs", "positive_log_probs", "rollout_l
 def missing_log_probs(view: View) -> Finding | None:
     """Some trained tokens lack a log-prob while others have both. (Where none has both, nothing was compared.)"""
     table = view.table
-    missing = table.kind == KINDS.index("missing")
+    missing = table.kind == TOKEN_KINDS.index("missing")
     missing[_first_without_prompt(view)] = False
     n, trained = int(missing.sum()), int(table.mask.sum())
     if not n or not int(table.pair_sums.counts.sum()):

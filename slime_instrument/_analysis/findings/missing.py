@@ -6,7 +6,7 @@ import torch
 
 from slime_instrument._analysis.diagnosis import Finding, View
 from slime_instrument._analysis.findings.misplaced import swapped_by_tokens
-from slime_instrument._analysis.table import KINDS, is_filler
+from slime_instrument._analysis.table import TOKEN_KINDS, is_filler
 from slime_instrument._format.values import show
 
 __all__ = ["incomplete", "join_unconfirmed", "non_finite", "zero_fill"]
@@ -79,7 +79,7 @@ def non_finite(view: View) -> Finding | None:
         return None
     affected = torch.zeros_like(table.comparable)
     for name in _NAMES:
-        affected |= table.kind == KINDS.index(name)
+        affected |= table.kind == TOKEN_KINDS.index(name)
     by_side = {}
     for side, values in (("rollout", table.rollout), ("train", table.train)):
         by_side[side] = int((affected & (~values.isfinite() | is_filler(values))).sum())
