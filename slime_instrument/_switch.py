@@ -34,24 +34,38 @@ def is_on() -> bool | None:
 
 
 class SlimeWatch:
-    """A finder on ``sys.meta_path`` that finds nothing; the first question about slime calls ``arm(route)``."""
+    """A finder on ``sys.meta_path`` that finds nothing; the first question about slime calls ``arm(route)``.
+
+    Afterwards it stays there, and does nothing: imports of this and of other threads are walking the list, and would
+    miss the finder behind one that is taken out.
+    """
 
     def __init__(self, route: str, arm: Callable[[str], None]) -> None:
         self.route = route
         self._top = package()
-        self._arm = arm
+        self._arm: Callable[[str], None] | None = arm
+
+    @property
+    def waits(self) -> bool:
+        return self._arm is not None
+
+    def stop(self) -> Callable[[str], None] | None:
+        """Do nothing from now on; returns what was to be called."""
+        arm, self._arm = self._arm, None
+        return arm
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname == self._top or fullname.startswith(self._top + "."):
-            cancel()
-            self._arm(self.route)
+        if self._arm is not None and (fullname == self._top or fullname.startswith(self._top + ".")):
+            arm = self.stop()
+            if arm is not None:  # no other thread was quicker
+                arm(self.route)
         return None
 
 
 def watch() -> SlimeWatch | None:
-    return next((finder for finder in sys.meta_path if isinstance(finder, SlimeWatch)), None)
+    return next((finder for finder in sys.meta_path if isinstance(finder, SlimeWatch) and finder.waits), None)
 
 
 def is_waiting() -> bool:
@@ -65,6 +79,10 @@ def route() -> str | None:
 
 
 def cancel() -> None:
+    """Wait no longer. Not from within an import; see :class:`SlimeWatch`."""
+    for finder in sys.meta_path:
+        if isinstance(finder, SlimeWatch):
+            finder.stop()
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, SlimeWatch)]
 
 

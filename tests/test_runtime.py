@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -322,3 +324,22 @@ def test_a_rank_that_is_unarmed_in_mid_run_says_so(told: Told) -> None:
     runtime.uninstrument()
     runtime.uninstrument()
     assert told.stepped_out == ["slime_instrument was taken off on this rank"]
+
+
+def test_waiting_for_slime_takes_no_other_finder_its_turn(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """importlib walks the list while the watch, which is in it, is asked."""
+
+    class Knows:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+            return ModuleSpec(name, None, is_package=True) if name == "slime" else None
+
+    armed: list[str] = []
+    monkeypatch.setattr(sys, "meta_path", [switch.SlimeWatch("a test", armed.append), Knows()])
+    monkeypatch.delitem(sys.modules, "slime", raising=False)
+    importlib.import_module("slime")
+    monkeypatch.delitem(sys.modules, "slime")
+    assert armed == ["a test"]
+    assert not switch.is_waiting()
+    importlib.import_module("slime")
+    monkeypatch.delitem(sys.modules, "slime")
+    assert armed == ["a test"], "once"
