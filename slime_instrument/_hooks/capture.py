@@ -6,7 +6,7 @@ A session holds detached copies only: no autograd graph and no view of a buffer 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -116,6 +116,14 @@ class Scope(Generic[T]):
             self._here.reset(token)
 
 
+def one_for_each_sample(key: str, rollout_data: Mapping[str, Any]) -> bool:
+    """Whether ``rollout_data`` has an entry of ``key`` for each sample. A hook of the user's may have dropped some."""
+    try:
+        return len(rollout_data[key]) == len(rollout_data["response_lengths"])
+    except (KeyError, TypeError):
+        return False
+
+
 class CaptureSession:
     """What one ``train_actor`` call leaves for its dump.
 
@@ -128,7 +136,9 @@ class CaptureSession:
         self.rollout_data = rollout_data
         self.loaded = Loaded() if loaded is None else loaded
         self.came_with_rollout = frozenset(rollout_data)
-        self.key = POSITION_KEY if _identify(rollout_data.get(POSITION_KEY), rollout_data) else LOCAL_KEY
+        whole = one_for_each_sample(POSITION_KEY, rollout_data)
+        unique = whole and len(set(rollout_data[POSITION_KEY])) == len(rollout_data[POSITION_KEY])
+        self.key = POSITION_KEY if unique else LOCAL_KEY  # what tells the samples apart
         self.failure: str | None = None
         """Why a part of this rollout is missing, where one is: then its dump is not written at all."""
         self.optimizer_step: int | None = None
@@ -231,13 +241,6 @@ class CaptureSession:
     def _take_back(self, keys: set[str]) -> None:
         for key in keys:
             self.rollout_data.pop(key, None)
-
-
-def _identify(positions: Any, rollout_data: dict[str, Any]) -> bool:
-    """Whether ``positions`` tell the local samples apart: one for each, none twice."""
-    if positions is None:
-        return False
-    return len(positions) == len(set(positions)) == len(rollout_data["response_lengths"])
 
 
 @dataclass(frozen=True)

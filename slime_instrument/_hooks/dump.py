@@ -13,7 +13,6 @@ from typing import Any
 from slime_instrument._dump.agree import Seen, megatron_is_up
 from slime_instrument._errors import describe
 from slime_instrument._hooks.capture import (
-    LOCAL_KEY,
     POSITION_KEY,
     CaptureSession,
     Loaded,
@@ -21,6 +20,7 @@ from slime_instrument._hooks.capture import (
     arguments,
     current_session,
     dump_is_asked_for,
+    one_for_each_sample,
 )
 from slime_instrument._patching.patch import Call, State, instead
 from slime_instrument._switch import package
@@ -51,8 +51,7 @@ def save_debug_train_data(call: Call) -> Any:
             seen = _seen_without_session(process, args, rollout_id, rollout_data)
         else:
             seen = _seen(process, args, session, rollout_data)
-        data = {key: value for key, value in rollout_data.items() if key != LOCAL_KEY}
-        process.dumper.dump(args, rollout_id, data, seen)
+        process.dumper.dump(args, rollout_id, rollout_data, seen)
     except BaseException as error:
         process.dumper.give_up(rollout_id, describe(error))
         raise
@@ -76,7 +75,9 @@ def _plain_id(rollout_id: Any) -> Any:
 
 def _seen(process: Process, args: Any, session: CaptureSession, dumped: dict[str, Any]) -> Seen:
     """What the session saw of its rollout."""
-    captured = session.collected(dumped.get(session.key)) if session.wanted and session.failure is None else None
+    captured, fits = None, one_for_each_sample(session.key, dumped)
+    if session.wanted and session.failure is None and (fits or session.key not in dumped):
+        captured = session.collected(dumped.get(session.key))
     log_probs, steps = (None, None) if captured is None else captured
     return Seen(
         failure=session.failure,
@@ -116,6 +117,8 @@ def _positions_from(loaded: Loaded, rollout_data: dict[str, Any]) -> str:
 
 
 def _why_nothing_was_captured(process: Process, args: Any, session: CaptureSession) -> str:
+    if session.key in session.rollout_data and not one_for_each_sample(session.key, session.rollout_data):
+        return f"not captured: {session.key!r} does not have one entry for each sample; did a hook drop or add samples?"
     placements = [each for each in process.patcher if each.patch.group == "capture"]
     inactive = [each for each in placements if each.inert or each.bypassed]
     if inactive and not session.captured_by_slime:

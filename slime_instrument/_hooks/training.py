@@ -25,6 +25,7 @@ from slime_instrument._hooks.capture import (
     current_session,
     dict_with,
     dump_is_asked_for,
+    one_for_each_sample,
     policy_loss,
 )
 from slime_instrument._patching.patch import Already, Call, around
@@ -152,7 +153,8 @@ def ask_for_positions(call: Call) -> Iterator[None]:
     session = capturing()
     if session is None or session.key in call["keys"]:
         return
-    if session.key in getattr(call.get("self"), "rollout_data", session.rollout_data):
+    # A key of another length would be an error in slime, where it cuts each list by the samples of the micro-batch.
+    if one_for_each_sample(session.key, getattr(call.get("self"), "rollout_data", session.rollout_data)):
         call["keys"] = [*call["keys"], session.key]
     yield
 

@@ -20,7 +20,7 @@ from slime_instrument import _switch as switch
 from .fake_slime import PLAIN, FakeSlime, Form
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield

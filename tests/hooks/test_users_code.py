@@ -18,7 +18,7 @@ import torch
 from slime_instrument import _runtime as runtime
 from slime_instrument._hooks.capture import current_session, policy_loss
 
-from .fake_slime import Form
+from .fake_slime import ACTOR, Form
 
 EXPECTED = {0: [], 1: [14.0], 2: [24.0, 25.0]}
 Load = Callable[..., dict[str, Any]]
@@ -343,3 +343,30 @@ def test_a_failure_whose_report_fails_too_never_reaches_training(
         logger.removeHandler(handler)
     assert current_session() is None
     assert runtime.current().stepped_out is not None
+
+
+@pytest.mark.parametrize("change", ["drops", "adds"])
+@pytest.mark.parametrize("indexed", [False, True], ids=["static", "indexed"])
+def test_a_hook_that_changes_the_samples_and_not_their_positions_costs_the_log_probs_alone(
+    slime: Any, trainer: Any, args: SimpleNamespace, batch: Any, load: Load, change: str, indexed: bool
+) -> None:
+    args.indexed = indexed
+    cut = "value[1:]" if change == "drops" else "[*value, value[0]]"
+    hook = f"""
+            for name, value in list(rollout_data.items()):
+                if name in ("unconcat_tokens", "tokens", "loss_masks", "response_lengths", "total_lengths"):
+                    rollout_data[name] = {cut}
+"""
+    loop = "            count = len("
+    source = ACTOR.replace("{dump_home}", Form().dump_home)
+    assert loop in source
+    slime(slime__backends__megatron_utils__actor=source.replace(loop, hook.lstrip("\n") + loop))
+    runtime.instrument()
+    actor = trainer()
+    for rollout_id in range(4):
+        assert actor.train(rollout_id, [copy.deepcopy(batch)]) == "trained"
+        dump = load(rollout_id)
+        assert len(dump["samples"]) == (2 if change == "drops" else 4)
+        assert not any("log_probs" in sample or "rollout_position" in sample for sample in dump["samples"])
+        assert "did a hook drop or add samples?" in dump["dp_shards"][0]["provenance"]["log_probs"]
+    assert sum(patch.failures for patch in runtime.status()) == 0
