@@ -117,6 +117,8 @@ def compare(
         from slime_instrument._analysis.verdict import fails, judge_all
 
         thresholds = _thresholds(fail_above or ())
+        if annotations is Annotations.junit:
+            check_output(annotations_file)
         pairing = pairs_among([rollout, *(train or ())], allow_pickle=allow_pickle, follows="Nothing was compared.")
         comparisons = [
             analysis.compare(pair.rollout, pair.train, allow_pickle=allow_pickle, field=field)

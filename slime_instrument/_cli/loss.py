@@ -71,10 +71,10 @@ def audit(
     else:
         for one, gradient in audits:
             _print_audit(one, gradient)
-    if any(one.findings for one, _ in audits):
-        finish(WRONG)
     if pairing.unreadable:
         finish(CANNOT_LOOK)
+    if any(one.findings for one, _ in audits):
+        finish(WRONG)
 
 
 def _arguments(texts: Sequence[str]) -> Mapping[str, Any]:

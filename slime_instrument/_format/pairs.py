@@ -224,7 +224,7 @@ def _first_keys(container: Container) -> dict[str, int | None]:
         if code == b"X" and at + 5 <= len(head):
             size = struct.unpack("<I", head[at + 1 : at + 5])[0]
             key, at = head[at + 5 : at + 5 + size], at + 5 + size
-        elif code == b"\x8c":
+        elif code == b"\x8c" and at + 2 <= len(head):
             size = head[at + 1]
             key, at = head[at + 2 : at + 2 + size], at + 2 + size
         else:

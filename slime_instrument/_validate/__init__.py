@@ -114,6 +114,10 @@ def _each_with_its_own(paths: Sequence[Path], folder: Path, allow_pickle: bool) 
     """Each train dump against the rollout dump of its rollout in ``folder``."""
     pairing = find_pairs([*paths, folder], allow_pickle=allow_pickle)
     own = {path: pair.rollout for pair in pairing.pairs for path in pair.train}
+    # A pair has one train dump: of several of one rollout, each is looked for by itself.
+    for path in [path for path in paths if path not in own]:
+        one = find_pairs([path, folder], allow_pickle=allow_pickle)
+        own.update({member: pair.rollout for pair in one.pairs for member in pair.train})
     together: dict[Path | None, list[Path]] = {}
     for path in paths:
         together.setdefault(own.get(path), []).append(path)

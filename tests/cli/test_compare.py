@@ -171,3 +171,12 @@ def test_export_writes_a_table(call: Any, pair: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize("command", ["compare", "convert", "export"])
 def test_help_has_an_example(call: Any, command: str) -> None:
     assert "Example" in call(command, "--help").out
+
+
+def test_annotations_that_have_nowhere_to_stand_are_refused_before_anything_is_read(
+    call: Any, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    outcome = call("compare", *pair, "--annotations", "junit", "--annotations-file", tmp_path / "nowhere" / "x.xml")
+    assert outcome.code == 2
+    assert "no folder" in outcome.err
+    assert "Traceback" not in outcome.err

@@ -161,3 +161,13 @@ def test_what_cannot_be_chosen_writes_nothing(call: Any, dumps: tuple[Path, Path
     out = dumps[0].with_name("mini.pt")
     assert call("extract", dumps[0], *arguments, "-o", out).code == 2
     assert not out.exists()
+
+
+def test_a_file_that_cannot_be_read_ends_an_audit_with_2_whatever_was_found(call: Any, tmp_path: Path) -> None:
+    run = Run()
+    other_reward(run)
+    written(run, tmp_path)
+    (tmp_path / "odd.pt").write_bytes(b"cut short")
+    outcome = call("audit", tmp_path, "--json")
+    assert strict(outcome.out)["findings"]
+    assert outcome.code == 2

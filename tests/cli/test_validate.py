@@ -72,3 +72,15 @@ def test_with_a_folder_each_train_dump_is_held_against_its_own_rollout(call: Any
     found = [(Path(one["file"]).name, one["code"], one["sample"]) for one in strict(outcome.out)["errors"]]
     assert outcome.code == 1
     assert found == [("8.pt", "tokens-differ", 2), ("9.pt", "no-rollout-dump", None)]
+
+
+def test_two_dumps_of_one_rollout_are_both_held_against_the_rollout_dump(call: Any, tmp_path: Path) -> None:
+    payload = builders.v2()
+    builders.save(builders.rollout(payload), tmp_path / "rollout_data" / "7.pt")
+    right = builders.save(payload, tmp_path / "train_data" / "7.pt")
+    payload["samples"][0]["tokens"][0] += 1
+    wrong = builders.save(payload, tmp_path / "elsewhere" / "7.pt")
+    for files in ((right, wrong), (wrong, right), (wrong,)):
+        outcome = call("validate", *files, "--rollout", tmp_path / "rollout_data", "--json")
+        errors = strict(outcome.out)["errors"]
+        assert (outcome.code, {error["file"] for error in errors}) == (1, {str(wrong)})

@@ -177,3 +177,14 @@ def test_the_id_inside_counts_wherever_it_is(tmp_path: Path, order: tuple[str, .
     path = builders.save({key: values[key] for key in order}, tmp_path / "99.pt")
     assert identify(path).rollout_id == (99 if rollout_id is None else rollout_id)
     assert identify(path).kind == "rollout"
+
+
+@pytest.mark.parametrize(
+    "whole", [b"\x80\x04}\x94(\x8c\x0arollout_idK\x05", b"\x80\x02}q\x00(X\x0a\x00\x00\x00rollout_idK\x05"]
+)
+def test_a_pickle_that_is_cut_anywhere_is_left_out_and_crashes_nothing(tmp_path: Path, whole: bytes) -> None:
+    for length in range(1, len(whole) + 1):
+        (tmp_path / f"{length}.pt").write_bytes(whole[:length])
+    found = find_pairs([tmp_path])
+    assert found.pairs == ()
+    assert len(found.skipped) == len(whole)
