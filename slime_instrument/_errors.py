@@ -83,6 +83,16 @@ def traceback_text(error: BaseException) -> str:
         return f"{describe(error)} (its traceback cannot be shown: {type(failed).__name__})"
 
 
+def release(error: BaseException) -> None:
+    """Let go of what the frames of an error that is kept for a while hold, and those of the errors it came from."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        one = one.__cause__ or one.__context__
+
+
 def not_ours(error: BaseException) -> bool:
     """Whether ``error`` was thrown into our code from outside and must reach the caller, as it would without us.
 

@@ -32,7 +32,7 @@ from typing import IO, Any, Protocol
 import torch
 
 from slime_instrument._dump.contribute import ORDINARY_DTYPES
-from slime_instrument._errors import DumpError, TrainingPathError, contained, describe, five_parts, not_ours
+from slime_instrument._errors import DumpError, TrainingPathError, contained, describe, five_parts, not_ours, release
 from slime_instrument._format.references import SPILL_SUFFIX, fate
 from slime_instrument._settings import Settings
 
@@ -245,6 +245,13 @@ class Disk:
             _lock(file.fileno())
             return file
 
+    def flush_along(self, file: IO[bytes]) -> None:
+        """Flush what has been written of a long file so far."""
+        file.flush()
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            self._flush_to_disk(file.fileno())
+            self.writes += 1
+
     def _flush_to_disk(self, descriptor: int) -> None:
         try:
             os.fsync(descriptor)
@@ -393,17 +400,32 @@ class _Watched:
         self._disk = disk
         self.file: IO[bytes] = io.BytesIO()
         self.refused: OSError | None = None
+        self._since_flush = 0
 
     def write(self, data: Any) -> int:
-        self._disk.writes += 1
+        """In slices: torch gives a whole tensor at once, and who waits for the file wants to see it grow."""
+        whole = memoryview(data).cast("B")
         try:
-            return self.file.write(data)
+            for start in range(0, len(whole), _SLICE):
+                part = whole[start : start + _SLICE]
+                self.file.write(part)
+                self._disk.writes += 1
+                self._since_flush += len(part)
+                if self._since_flush >= _FLUSHED_ALONG:  # else the last flush may stand still for minutes
+                    self._since_flush = 0
+                    self._disk.flush_along(self.file)
         except OSError as error:
             self.refused = OSError(error.errno, error.strerror)
             raise
+        return len(whole)
 
     def flush(self) -> None:
         self.file.flush()
+
+
+_SLICE = 64 << 20
+_FLUSHED_ALONG = 1 << 30
+"""So many bytes, then they are flushed to the disk."""
 
 
 def _leave_out_what_cannot_be_saved(payload: dict[str, Any]) -> bool:
@@ -460,6 +482,7 @@ class Pickler(pickle.Pickler):
         super().__init__(*args, **kwargs)
         self._storages: dict[tuple[int, torch.dtype], Any] = {}
         self._nothing: OrderedDict[str, Any] = OrderedDict()  # a tensor's hooks, always none
+        self._ids: dict[int, tuple[Any, Any]] = {}
 
     def reducer_override(self, value: Any) -> Any:
         """A plain tensor as torch reduces it, except that views of one flat tensor share the object of its storage."""
@@ -482,12 +505,13 @@ class Pickler(pickle.Pickler):
 
 def _only_for_storages(torchs_own: Any) -> Any:
     typed, untyped = torch.storage.TypedStorage, torch.UntypedStorage
-    ids: dict[int, tuple[Any, Any]] = {}
 
     def persistent_id(self: Any, value: Any) -> Any:
         kind = type(value)
         if kind is not typed and kind is not untyped:
             return None
+        # The pickler's, which ends with the file; the class, made for one file, stays until garbage is collected.
+        ids = self._ids
         if id(value) not in ids:
             ids[id(value)] = value, torchs_own(self, value)  # held, so that the number stays this object's
         return ids[id(value)][1]
@@ -605,6 +629,8 @@ class BackgroundWriter:
         try:
             work()
         except BaseException as error:
+            del work  # it and the error's frames hold the dump, and nobody asks for the error until the next one
+            release(error)
             self._error = error
 
 

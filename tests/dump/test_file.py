@@ -4,6 +4,8 @@ where no plain file stands; in the background; and rotation."""
 from __future__ import annotations
 
 import errno
+import functools
+import gc
 import io
 import os
 import random
@@ -17,6 +19,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -1262,3 +1265,66 @@ def test_a_name_of_long_characters_is_written_on_a_host_with_a_long_name(
     path = tmp_path / ("\N{PARTY POPPER}" * 60)
     assert disk.write(path, put(b"new")) == 3
     assert os.listdir(tmp_path) == [path.name]
+
+
+def test_nothing_of_a_dump_is_held_once_its_file_is_written(path: Path, disk: Disk) -> None:
+    """Also before any garbage is collected: it would be one more copy of the dump for each that is written."""
+
+    class Buffer(bytearray):
+        pass
+
+    buffer = Buffer(4 * 1000)
+    gone = weakref.ref(buffer)
+    dump = {"rollout_id": 0, "samples": [{"log_probs": torch.frombuffer(buffer, dtype=torch.float32)}], "dp_shards": []}
+    gc.collect()
+    gc.disable()
+    try:
+        write_dump(dump, path, disk)
+        del dump, buffer
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_failed_write_in_the_background_does_not_keep_the_dump_until_the_next_one() -> None:
+    class Dump:
+        pass
+
+    def write(dump: Dump) -> None:
+        try:
+            raise OSError(errno.ENOSPC, "full")
+        except OSError as error:
+            raise DumpError("no file") from error
+
+    dump = Dump()
+    gone, said = weakref.ref(dump), []
+    background = BackgroundWriter(lambda where, error, lost, *, may_raise=True: said.append(str(error)), 5.0)
+    background.submit(functools.partial(write, dump), "Rollout 0 has no dump.")
+    del dump
+    thread = background._thread
+    assert thread is not None
+    thread.join()
+    gc.collect()
+    assert gone() is None
+    background.flush()
+    assert said == ["no file"]
+
+
+def test_a_file_grows_while_one_large_tensor_is_written(
+    path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_module, "_SLICE", 1 << 10)
+    monkeypatch.setattr(file_module, "_FLUSHED_ALONG", 1 << 14)
+    flushed: list[int] = []
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            flushed.append(os.fstat(descriptor).st_size)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_dump(payload(1 << 16), path, disk)
+    assert disk.writes > (4 << 16) // (1 << 10)
+    along = [size for size in flushed if 0 < size < path.stat().st_size]
+    assert len(along) >= 10
+    assert along == sorted(along)
+    assert torch.equal(torch.load(path)["samples"][0]["x"], payload(1 << 16)["samples"][0]["x"])
