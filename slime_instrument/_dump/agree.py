@@ -8,10 +8,14 @@ level, because the hooks import this module before slime is imported.
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import copy
 import json
+import queue
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -140,21 +144,117 @@ class Store(Protocol):
     def delete_key(self, key: str) -> bool: ...
 
 
-class _Careful:
-    """A store whose failures are no fault of ours, whatever class it raises."""
+class _Questions:
+    """Calls of the job's store, one after another, on a thread of their own: most have no timeout, and a store whose
+    process is stopped or unreachable must hold up this one for a bounded time only."""
 
-    def __init__(self, store: Any) -> None:
-        self.underlying_store = store
-        for name in ("set", "get", "add", "check", "compare_set", "delete_key"):
-            setattr(self, name, functools.partial(self._ask, name))
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._lock = threading.Lock()  # two actors of one process may ask
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._unanswered: queue.SimpleQueue[Any] | None = None
+        """Where the answer to a question that was given up will be."""
 
-    def _ask(self, name: str, *arguments: Any) -> Any:
+    def ask(self, question: Callable[[], Any], limit_s: float | None = None) -> Any:
+        """What ``question()`` returns or raises; :class:`DumpError` where it does neither in time, and at once while an
+        earlier one is still under way."""
+        with self._lock:
+            if self._unanswered is not None and self._unanswered.empty():
+                raise DumpError("the job's store has not answered an earlier question yet")
+            if self._thread is None or not self._thread.is_alive():  # also after a fork
+                self._thread = threading.Thread(target=self._run, name="slime_instrument-store", daemon=True)
+                self._thread.start()
+            answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            self._unanswered = answer
+            self._calls.put((question, answer))
+            value, error = self._wait_for(answer, self._limit_s if limit_s is None else limit_s)
+            self._unanswered = None
         try:
-            return getattr(self.underlying_store, name)(*arguments)
+            if error is not None:
+                raise error
+            return value
+        finally:
+            del error  # its traceback holds this frame
+
+    def _wait_for(self, answer: queue.SimpleQueue[Any], limit_s: float) -> Any:
+        waited_s, step_s = 0.0, min(0.25, limit_s)
+        while waited_s < limit_s:
+            began = time.monotonic()
+            with contextlib.suppress(queue.Empty):
+                return answer.get(timeout=step_s)
+            waited_s += min(time.monotonic() - began, step_s + 0.05)  # not while this process was stopped itself
+        raise DumpError(f"the job's store does not answer for {limit_s:g} s")
+
+    def _run(self) -> None:
+        while True:
+            question, answer = self._calls.get()
+            try:
+                answer.put((question(), None))
+            except BaseException as error:
+                answer.put((None, error))
+            del question, answer
+
+
+_HURRY_S = 5.0
+"""How long an exception on its way out of training is held up at most to tell the others."""
+
+
+class _Careful:
+    """A store whose failures are no fault of ours, whatever class it raises, and which answers in bounded time."""
+
+    def __init__(self, store: Any, questions: _Questions) -> None:
+        self.underlying_store = store
+        self._questions = questions
+        self._limit_s: float | None = None
+        self._broken = threading.Event()
+
+    @property
+    def broken(self) -> bool:
+        """Whether an answer was an error: another connection may get better ones."""
+        return self._broken.is_set()
+
+    def in_a_hurry(self) -> _Careful:
+        """The same, for when something has failed already."""
+        hurried = copy.copy(self)
+        hurried._limit_s = _HURRY_S
+        return hurried
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(lambda: self.underlying_store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._ask(lambda: self.underlying_store.get(key)))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask(lambda: self.underlying_store.add(key, amount)))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask(lambda: self.underlying_store.check(keys)))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return bytes(self._ask(lambda: self.underlying_store.compare_set(key, expected, desired)))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask(lambda: self.underlying_store.delete_key(key)))
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        try:
+            return self._questions.ask(question, self._limit_s)
+        except DumpError:
+            raise
         except Exception as error:
             if not_ours(error):
                 raise
+            self._broken.set()
             raise DumpError(f"the job's store does not answer: {describe(error)}") from error
+
+
+def _weakly(store: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(store)
+    except TypeError:  # a class of the user's may not allow it
+        return lambda: store
 
 
 def storable(text: str) -> str:
@@ -168,60 +268,66 @@ class Presence:
     slime may destroy its process groups between rollouts and make others, with another store; :meth:`connect` follows.
     """
 
-    def __init__(self, every: int = 1, pin: Pins | None = None) -> None:
-        """``every`` and ``pin``: which rollouts this rank dumps."""
+    def __init__(self, every: int = 1, pin: Pins | None = None, timeout_s: float = 120.0) -> None:
+        """``every`` and ``pin``: which rollouts this rank dumps. ``timeout_s``: for each answer of the store."""
         self._dumps = json.dumps([every, () if pin is None else pin.ranges])
         self._dumps_of: dict[int, str] = {}
-        self.store: Any = None
-        self._of: Any = None
+        self.store: _Careful | None = None
+        self._of: Callable[[], Any] = lambda: None
+        """The job's store that ``store`` is another connection to. Held weakly: where a job makes a new one at the same
+        address, the old one's server must be able to end."""
+        self._questions = _Questions(timeout_s)
         self.rank = -1
         self._out: str | None = None
 
-    def connect(self) -> Store:
+    def connect(self, *, in_a_hurry: bool = False) -> Store:
         """The store of the default process group as it is now, with this rank announced in it. Raises
-        :class:`DumpError` where it does not answer."""
+        :class:`DumpError` where it does not answer; see :meth:`_Careful.in_a_hurry`."""
         import torch.distributed as dist
         from torch.distributed import distributed_c10d
 
         try:
             current: Any = distributed_c10d._get_default_store()
-            if self.store is None or current is not self._of:
+            if self.store is None or self.store.broken or current is not self._of():
+                self.store = None
                 try:
-                    own = current.clone()  # another connection, so that no wait of ours holds a lock of training's
-                except (AttributeError, RuntimeError, NotImplementedError):  # older torch, or a store that cannot
+                    # Another connection, so that no wait of ours holds a lock of training's.
+                    own = self._questions.ask(current.clone, _HURRY_S if in_a_hurry else None)
+                except (AttributeError, NotImplementedError):  # a store that cannot
                     own = current
-                self.store, self._of, self.rank = _Careful(own), current, dist.get_rank()
-                self._say_what_is_dumped()
-                self._announce()
+                store = _Careful(own, self._questions)
+                self._announce(store.in_a_hurry() if in_a_hurry else store, dist.get_rank())
+                self.store, self._of = store, _weakly(current)
         except DumpError:
             raise
         except RuntimeError as error:  # what torch's stores raise
             raise DumpError(f"the job's store does not answer: {describe(error)}") from error
-        store: Store = self.store
-        return store
+        return self.store.in_a_hurry() if in_a_hurry else self.store
 
-    def _say_what_is_dumped(self) -> None:
-        self._dumps_of = {}
-        self.store.set(f"{_ROOT}/dumps/{self.rank}", self._dumps)
+    def _announce(self, store: Store, rank: int) -> None:
+        """That this rank takes part, and in what."""
+        self._dumps_of, self.rank = {}, rank
+        store.set(f"{_ROOT}/dumps/{rank}", self._dumps)
+        self._say_whether_armed(store)
 
-    def _announce(self) -> None:
-        self.store.set(f"{_ROOT}/armed/{self.rank}", "1" if self._out is None else storable(f"out:{self._out}"))
+    def _say_whether_armed(self, store: Store) -> None:
+        store.set(f"{_ROOT}/armed/{self.rank}", "1" if self._out is None else storable(f"out:{self._out}"))
         if self._out is not None:
-            self.store.add(f"{_ROOT}/out", 1)
+            store.add(f"{_ROOT}/out", 1)
 
     def step_out(self, reason: str) -> None:
         """Say that nobody shall wait for this rank again, and why. Never raises."""
         self._out = reason
         if self.store is not None:
             with contained():
-                self._announce()
+                self._say_whether_armed(self.store)
 
     def skips(self, ranks: Sequence[int], rollout_id: int) -> list[int]:
         """Which of ``ranks`` do not dump this rollout, because their settings say so."""
-        skips = []
+        store, skips = self.store or self.connect(), []
         for rank in ranks:
-            if rank not in self._dumps_of and self.store.check([f"{_ROOT}/dumps/{rank}"]):
-                self._dumps_of[rank] = self.store.get(f"{_ROOT}/dumps/{rank}").decode()
+            if rank not in self._dumps_of and store.check([f"{_ROOT}/dumps/{rank}"]):
+                self._dumps_of[rank] = store.get(f"{_ROOT}/dumps/{rank}").decode()
             if self._dumps_of.get(rank, self._dumps) != self._dumps:
                 every, ranges = json.loads(self._dumps_of[rank])
                 pin = Pins(tuple((first, last) for first, last in ranges))
@@ -231,13 +337,14 @@ class Presence:
 
     def absent(self, ranks: Sequence[int]) -> str | None:
         """Which of ``ranks`` will not take part, with the reason each gave; None when all are there."""
+        store = self.store or self.connect()
         keys = {rank: f"{_ROOT}/armed/{rank}" for rank in ranks}
-        if self.store.check(list(keys.values())) and not self.store.add(f"{_ROOT}/out", 0):
+        if store.check(list(keys.values())) and not store.add(f"{_ROOT}/out", 0):
             return None  # two questions in the common case
-        unarmed = [rank for rank, key in keys.items() if not self.store.check([key])]
+        unarmed = [rank for rank, key in keys.items() if not store.check([key])]
         reasons = [f"rank(s) {unarmed} train without instrumentation"] if unarmed else []
         for rank in ranks:
-            said = "1" if rank in unarmed else self.store.get(keys[rank]).decode()
+            said = "1" if rank in unarmed else store.get(keys[rank]).decode()
             if said != "1":
                 reasons.append(f"rank {rank} dumps no more ({said.removeprefix('out:')})")
         return "; ".join(reasons) or None
@@ -290,9 +397,11 @@ class CallId:
 
 
 def give_up(store: Store, call: CallId, rank: int, reason: str) -> None:
-    """Tell the others not to wait for ``rank``, or, once bytes travel, why they end. Never raises: it is called when
-    something has failed already, and the others' bounded waits cover a store that is gone too."""
+    """Tell the others not to wait for ``rank``, or, once bytes travel, why they end. Never raises and soon returns: it
+    is called when something has failed already. The bounded waits of the others cover a store that is gone."""
     text = storable(f"rank {rank}: {reason}")
+    if isinstance(store, _Careful):
+        store = store.in_a_hurry()
     with contained():
         store.compare_set(f"{_ROOT}/{call}/decision", "", f"skip:{text}")
         store.compare_set(f"{_ROOT}/{call}/failed", "", text)

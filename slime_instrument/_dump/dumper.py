@@ -58,7 +58,7 @@ class Dumper:
         earlier: Dumper | None = None,
     ) -> None:
         self._settings, self._report, self._after_dump = settings, report, after_dump
-        self._presence = Presence(settings.every, settings.pin)
+        self._presence = Presence(settings.every, settings.pin, settings.timeout_s)
         self._rotation = Rotation(settings, self._note)
         self._disk = Disk(self._note)
         self._background = BackgroundWriter(report, settings.timeout_s)
@@ -66,6 +66,8 @@ class Dumper:
         self._journal: journal.Writer | None = None
         self._journal_failed = False
         self._written = 0
+        self._in_place: CallId | None = None
+        """The call whose file was put in place last; in the background, an earlier one's may be while another dumps."""
         self._announced_before_training = False
         self._step_began: float | None = None
         self._missed: dict[tuple[int, int], CallId] = {}
@@ -123,7 +125,8 @@ class Dumper:
         with contained(_not_told):
             topology = self._topology_if_known()
             if topology is None or topology.takes_part:
-                agree.give_up(self._presence.connect(), self._next_call(rollout_id), self._presence.rank, reason)
+                store = self._presence.connect(in_a_hurry=True)
+                agree.give_up(store, self._next_call(rollout_id), self._presence.rank, reason)
             if topology is not None and topology.is_writer:
                 self._say("lost", rollout_id=rollout_id, reason=reason)
 
@@ -156,17 +159,16 @@ class Dumper:
         path = _absolute(dump_path(dump_template(args), rollout_id, topology.rank))
         if topology.is_writer and not self._began:  # armed after the start of training, or a trainer of another kind
             self._begin_journal(dump_template(args), topology, (), seen.route)
-        written = self._written
         try:
             with undisturbed(), torch.no_grad():
                 self._dump(args, call, rollout_data, seen, topology, path, began)
         except BaseException as error:
             self._told = rollout_id
-            if topology.is_writer and self._written == written:
+            if topology.is_writer and self._in_place != call:
                 spent = round(time.monotonic() - began, 4)
                 self._say("lost", rollout_id=rollout_id, path=str(path), reason=_why(error), blocked_s=spent)
             if not not_ours(error) and not isinstance(error, DumpError) and _is_shortage(error):
-                raise DumpError(f"the dump of rollout {rollout_id} failed: {describe(error)}") from error
+                raise DumpError(f"the dump failed: {describe(error)}") from error
             raise
 
     # -- The dump
@@ -193,16 +195,17 @@ class Dumper:
                 contribution = self._contribution(args, rollout_data, seen, topology, cp_fields)
                 contributions = self._exchange(args, agreement, contribution)
             except NotAgreed as error:
-                raise NotAgreed(f"the dump of rollout {call.rollout_id} was given up: {error}") from None
+                raise NotAgreed(f"the dump was given up: {error}") from None  # one text, so that it is logged once
             except BaseException as error:
                 agreement.give_up(_why(error))
                 raise
         if not topology.is_writer:
             return  # sent; another rank writes
+        absent = sorted(set(topology.participants) - {part.description.rank for part in contributions})
         parts = put_together(contributions, topology.context_parallel, cp_fields)
         payload = build_payload(parts, rollout_id=call.rollout_id, writer_rank=topology.rank)
         del contributions, parts
-        self._write(args, call.rollout_id, payload, path, began)
+        self._write(args, call, payload, path, began, absent)
 
     def _contribution(
         self, args: Any, rollout_data: dict[str, Any], seen: Seen, topology: Topology, cp_fields: tuple[str, ...]
@@ -244,12 +247,12 @@ class Dumper:
         except OSError as error:
             raise DumpError(f"receiving ended early: {describe(error)}") from error
         agreement.forget()
-        absent = sorted(set(agreement.topology.participants) - {agreement.topology.rank} - set(templates))
-        if absent:
-            self._note(f"a dump lacks rank(s) {absent}, which ended their train_actor without calling the dump")
         return contributions
 
-    def _write(self, args: Any, rollout_id: int, payload: dict[str, Any], path: Path, began: float) -> None:
+    def _write(
+        self, args: Any, call: CallId, payload: dict[str, Any], path: Path, began: float, absent: Sequence[int]
+    ) -> None:
+        rollout_id = call.rollout_id
         if not self._written:
             for leftover in clean_leftovers(path.parent):
                 log(logging.INFO, "slime_instrument: removed %s, left by a run that was killed", leftover)
@@ -266,7 +269,9 @@ class Dumper:
                 raise
             spent = time.monotonic() - began
             lacking = left_out(payload)
-            self._wrote(rollout_id, path, size, spent if blocked_s is None else blocked_s, lacking, references)
+            if absent:
+                lacking[f"rank(s) {absent}"] = "which ended their train_actor without calling the dump"
+            self._wrote(call, path, size, spent if blocked_s is None else blocked_s, lacking, references)
 
         def write_later() -> None:
             try:
@@ -287,7 +292,7 @@ class Dumper:
 
     def _wrote(
         self,
-        rollout_id: int,
+        call: CallId,
         path: Path,
         size: int,
         seconds: float,
@@ -296,6 +301,7 @@ class Dumper:
     ) -> None:
         """A dump is in place: say so with what it cost, then rotate."""
         self._written += 1
+        self._in_place, rollout_id = call, call.rollout_id
         share = ""
         if self._step_began is not None:
             share = f", {100 * seconds / max(time.monotonic() - self._step_began, 1e-9):.1f} % of the train step"
@@ -303,7 +309,7 @@ class Dumper:
         log(level, "slime_instrument: wrote %s, %.1f MB in %.2f s%s", path, size / 1e6, seconds, share)
         self._say("written", rollout_id=rollout_id, path=str(path), bytes=size, blocked_s=round(seconds, 4))
         for name, why in lacking.items():
-            log(logging.WARNING, "slime_instrument: %s lacks the field %s: %s", path, name, why)
+            log(logging.WARNING, "slime_instrument: %s lacks %s: %s", path, name, why)
             self._say("left-out", rollout_id=rollout_id, path=str(path), field=name, reason=why)
         try:
             rotated = self._rotation.wrote(rollout_id, path, references)

@@ -10,11 +10,11 @@ start      a process began to train: versions, layout, arming route, settings, p
 written    a rollout's dump is in place: path, bytes, seconds that training was blocked
 pending    its file is being written in the background; followed by "written" or "lost"
 lost       a rollout has no dump, and why
-left-out   a field is not in a rollout's dump, and why
+left-out   a field, or the part of some ranks, is not in a rollout's dump, and why
 waiting    what a dump waits for, said after ten seconds and then ever less often
 removed    rotation removed a dump
 stepped-out  this process dumps no more, and why
-note       anything else worth knowing: what the file system cannot do, ranks that are missing from a dump
+note       anything else worth knowing, such as what the file system of the dumps cannot do
 ========== ==========================================================================================================
 """
 
@@ -25,6 +25,7 @@ import json
 import os
 import socket
 import stat
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,15 +44,18 @@ class Writer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._kept: list[str] = []
+        self._lock = threading.Lock()  # a file that is written in the background has a line, too
 
     def append(self, event: str, **values: Any) -> None:
         """Append one line, and those that could not be before. Raises OSError."""
         line = {"event": event, "time": round(time.time(), 3), **values}
-        lines = [*self._kept, json.dumps(line, default=str) + "\n"]
-        self._kept = lines[-self._MOST_KEPT :]
-        self._folder.mkdir(parents=True, exist_ok=True)
-        _append(self._folder / NAME, lines)
-        self._kept = []
+        text = json.dumps(line, default=str) + "\n"
+        with self._lock:
+            lines = [*self._kept, text]
+            self._kept = lines[-self._MOST_KEPT :]
+            self._folder.mkdir(parents=True, exist_ok=True)
+            _append(self._folder / NAME, lines)
+            self._kept = []
 
 
 def _append(file: Path, lines: Sequence[str]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import socket
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -11,9 +14,19 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from slime_instrument._dump import agree
-from slime_instrument._dump.agree import Agreement, CallId, NotAgreed, Patience, Presence, _Careful
+from slime_instrument._dump.agree import (
+    Agreement,
+    CallId,
+    NotAgreed,
+    Patience,
+    Presence,
+    _Careful,
+    _Questions,
+    give_up,
+)
 from slime_instrument._errors import DumpError
 from slime_instrument._settings import Pins
 
@@ -230,8 +243,8 @@ def test_patience_counts_only_the_time_in_which_it_waited() -> None:
 
 def presence(store: Any, rank: int) -> Presence:
     made = Presence()
-    made.store, made.rank = store, rank
-    made._announce()
+    made.store = store
+    made._announce(store, rank)
     return made
 
 
@@ -315,14 +328,14 @@ def test_a_store_that_fails_is_no_fault_of_ours(error: Exception) -> None:
             raise error
 
     with pytest.raises(DumpError, match="the job's store does not answer"):
-        _Careful(Failing()).get("x")
+        _Careful(Failing(), _Questions(10.0)).get("x")
 
 
 def test_ranks_whose_settings_leave_a_rollout_out_are_known_before_anybody_waits(store: Any) -> None:
     made = [Presence(), Presence(every=3, pin=Pins(((4, 5),)))]
     for rank, one in enumerate(made):
-        one.store, one.rank = store, rank
-        one._say_what_is_dumped()
+        one.store = store
+        one._announce(store, rank)
     assert [i for i in range(8) if made[0].skips([0, 1], i) == []] == [0, 3, 4, 5, 6]
     assert made[0].skips([0, 1], 1) == [1]
     assert made[0].skips([0], 1) == []
@@ -349,3 +362,126 @@ def test_a_rank_that_is_back_costs_at_most_one_dump_though_it_always_comes_last(
 def _late(work: Callable[[], Any]) -> Any:
     time.sleep(0.3)
     return work()
+
+
+def test_a_store_that_does_not_answer_holds_nobody_up_and_is_asked_again_once_it_has_answered() -> None:
+    freed = threading.Event()
+
+    class Stuck:
+        asked = 0
+
+        def get(self, key: str) -> bytes:
+            self.asked += 1
+            freed.wait(30)
+            return b"late"
+
+    stuck = Stuck()
+    careful = _Careful(stuck, _Questions(0.2))
+    began = time.monotonic()
+    with pytest.raises(DumpError, match=r"does not answer for 0\.2 s"):
+        careful.get("x")
+    with pytest.raises(DumpError, match="has not answered an earlier question yet"):
+        careful.get("x")
+    assert time.monotonic() - began < 5.0
+    assert (stuck.asked, careful.broken) == (1, False)
+    freed.set()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with contextlib.suppress(DumpError):
+            assert careful.get("x") == b"late"
+            break
+        time.sleep(0.01)
+    assert stuck.asked == 2
+
+
+def test_giving_up_is_never_held_up_for_long_by_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agree, "_HURRY_S", 0.1)
+    freed = threading.Event()
+
+    class Stuck:
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+            freed.wait(30)
+            return b""
+
+    began = time.monotonic()
+    give_up(_Careful(Stuck(), _Questions(60.0)), CALL, 0, "no luck")
+    freed.set()
+    assert time.monotonic() - began < 5.0
+
+
+def test_questions_of_two_threads_do_not_get_in_each_others_way() -> None:
+    class Slow:
+        def get(self, key: str) -> bytes:
+            time.sleep(0.02)
+            return key.encode()
+
+    careful = _Careful(Slow(), _Questions(10.0))
+    asked = [partial(careful.get, str(number)) for number in range(20)]
+    assert together(asked) == [str(number).encode() for number in range(20)]
+
+
+class Moody:
+    """A job's store that fails when asked to; its clones are connections to the same values."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.clones, self.failing = inner, 0, 0
+
+    def clone(self) -> Any:
+        self.clones += 1
+        return Connection(self)
+
+
+class Connection:
+    def __init__(self, of: Moody) -> None:
+        self.of = of
+
+    def __getattr__(self, name: str) -> Any:
+        if self.of.failing:
+            self.of.failing -= 1
+            raise RuntimeError("Connection reset by peer")
+        return getattr(self.of.inner, name)
+
+
+@pytest.fixture
+def moody(monkeypatch: pytest.MonkeyPatch) -> Moody:
+    """The default store of this process, which is rank 0."""
+    made = Moody(dist.HashStore())
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: made)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    return made
+
+
+def test_an_announcement_that_failed_is_made_at_the_next_connection(moody: Moody) -> None:
+    ours = Presence()
+    moody.failing = 1
+    with pytest.raises(DumpError, match="Connection reset"):
+        ours.connect()
+    assert ours.store is None
+    ours.connect()
+    assert ours.absent([0]) is None
+
+
+def test_a_connection_that_broke_is_made_again(moody: Moody) -> None:
+    ours = Presence()
+    store = ours.connect()
+    assert ours.connect() is store
+    moody.failing = 1
+    with pytest.raises(DumpError, match="Connection reset"):
+        store.get("x")
+    again = ours.connect()
+    assert again is not store
+    assert moody.clones == 2
+    assert again.check(["slime_instrument/armed/0"])
+
+
+def test_the_jobs_store_is_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a job makes a new store at the old one's address, the old one's server must have ended."""
+    jobs: list[Any] = [dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)]
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: jobs[0])
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    ours, port = Presence(), jobs[0].port
+    ours.connect()
+    assert ours.connect() is ours.store
+    jobs.clear()
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0, "its server still listens"

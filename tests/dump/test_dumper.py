@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from benchmarks import megatron_groups
 from benchmarks.ranks import run_on_ranks
 from benchmarks.shards import Case, rollout_data
 from slime_instrument._dump import dumper as dumper_module
-from slime_instrument._dump.agree import Seen
+from slime_instrument._dump.agree import Seen, Topology
 from slime_instrument._dump.dumper import Dumper
 from slime_instrument._errors import DumpError
 from slime_instrument._format.journal import read_journal
@@ -341,7 +342,7 @@ def short_of(shortage: Exception, folder: Path, rank: int) -> list[str]:
 @pytest.mark.parametrize("shortage", SHORTAGES, ids=lambda error: type(error).__name__)
 def test_what_the_machine_lacks_costs_one_dump_and_is_no_fault_of_ours(shortage: Exception, tmp_path: Path) -> None:
     said = on_ranks(partial(short_of, shortage, tmp_path))
-    assert said[0][0].startswith("the dump of rollout 0 failed: ")
+    assert said[0][0].startswith("the dump failed: ")
     assert said[0][1] == "done"
     assert list(loaded(tmp_path)) == ["1.pt"]
     assert [one.state for one in read_journal(tmp_path).rollouts] == ["lost", "written"]
@@ -369,7 +370,11 @@ def test_where_only_some_ranks_call_the_dump_it_holds_what_they_have(expected: d
         for one, other in zip(found["samples"], ours, strict=True):
             assert one.keys() == other.keys()
             assert torch.equal(one["log_probs"], other["log_probs"])
-    assert "lacks rank(s) [2, 3]" in (tmp_path / "instrument.jsonl").read_text()
+    said = read_journal(tmp_path)
+    reason = "which ended their train_actor without calling the dump"
+    assert [dict(one.left_out) for one in said.rollouts] == [{"rank(s) [2, 3]": reason}] * 2
+    assert not said.healthy
+    assert "rollout 1 lacks rank(s) [2, 3]" in str(said)
 
 
 def test_half_of_a_context_parallel_pair_is_no_dump(tmp_path: Path) -> None:
@@ -377,3 +382,30 @@ def test_half_of_a_context_parallel_pair_is_no_dump(tmp_path: Path) -> None:
     assert "rank(s) [1] contributed nothing" in on_ranks_0_and_1[0][0]
     assert on_ranks_0_and_1[1] == ["no call"] * 2
     assert loaded(tmp_path) == {}
+
+
+def test_a_dump_that_is_lost_while_an_earlier_file_comes_into_place_is_in_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = Topology(0, 1, 0, 1, 1, 0, 1, 0, True, (0,))
+    monkeypatch.setattr(dumper_module, "read_topology", lambda: alone)
+    gate, real = threading.Event(), dumper_module.write_dump
+
+    def slow(*given: Any) -> int:
+        gate.wait(30)
+        return real(*given)
+
+    def fail(*_: Any) -> Any:
+        gate.set()
+        thread = made._background._thread
+        assert thread is not None
+        thread.join()
+        raise DumpError("no luck")
+
+    monkeypatch.setattr(dumper_module, "write_dump", slow)
+    made, data = dumper(async_write=True), rollout_data(CASE, 0)
+    made.dump(args(tmp_path), 0, data, Seen())
+    monkeypatch.setattr(made, "_contribution", fail)
+    with pytest.raises(DumpError, match="no luck"):
+        made.dump(args(tmp_path), 1, data, Seen())
+    assert [(one.rollout_id, one.state) for one in read_journal(tmp_path).rollouts] == [(0, "written"), (1, "lost")]

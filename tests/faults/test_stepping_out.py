@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
 from slime_instrument._dump import dumper as dumper_module
-from slime_instrument._dump.agree import Agreement, CallId, NotAgreed, Presence, Topology
+from slime_instrument._dump.agree import Agreement, CallId, NotAgreed, Presence, Seen, Topology
 from slime_instrument._dump.dumper import Dumper
 from slime_instrument._errors import DumpError
 from slime_instrument._patching.failures import FailurePolicy
@@ -161,3 +161,17 @@ def test_what_a_failed_call_held_is_released_without_a_garbage_collection(
         assert [reference() for reference in alive] == [None]
     finally:
         gc.enable()
+
+
+def test_a_rank_that_is_not_armed_is_logged_once_and_not_for_every_rollout(
+    store: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = FailurePolicy(lambda: False)
+    ours = Dumper(Settings(), policy.report)
+    for rollout_id in range(3):
+        ours.begin(rollout_id)
+        with pytest.raises(NotAgreed) as caught:
+            ours.dump(SimpleNamespace(save_debug_train_data="{rollout_id}.pt"), rollout_id, {}, Seen())
+        policy.report("train-dump", caught.value, "This rollout has no train dump.")
+    (line,) = [record.getMessage() for record in caplog.records if "train-dump failed" in record.getMessage()]
+    assert "rank(s) [1] train without instrumentation" in line

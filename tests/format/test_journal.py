@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -234,3 +235,24 @@ def test_a_line_that_was_cut_takes_no_other_with_it(tmp_path: Path, monkeypatch:
     writer.append("written", rollout_id=2, path="2.pt", bytes=1)
     assert states(tmp_path) == [(0, "written"), (1, "lost"), (2, "written")]
     assert len(read_journal(tmp_path).problems) == 1
+
+
+def test_two_threads_write_each_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, real = Writer(tmp_path), journal._append
+
+    def slow(file: Path, lines: Any) -> None:
+        real(file, lines)
+        time.sleep(0.001)
+
+    monkeypatch.setattr(journal, "_append", slow)
+
+    def append(thread: int) -> None:
+        for number in range(50):
+            writer.append("note", text=f"{thread}-{number}")
+
+    threads = [threading.Thread(target=append, args=(thread,)) for thread in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(read_journal(tmp_path).notes) == sorted(f"{t}-{n}" for t in range(2) for n in range(50))
