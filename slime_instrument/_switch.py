@@ -79,11 +79,10 @@ def route() -> str | None:
 
 
 def cancel() -> None:
-    """Wait no longer. Not from within an import; see :class:`SlimeWatch`."""
+    """Wait no longer."""
     for finder in sys.meta_path:
         if isinstance(finder, SlimeWatch):
             finder.stop()
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, SlimeWatch)]
 
 
 def wait_or_arm(how: str, arm: Callable[[str], None]) -> None:

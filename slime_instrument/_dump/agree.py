@@ -8,10 +8,7 @@ level, because the hooks import this module before slime is imported.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import json
-import queue
 import sys
 import threading
 import time
@@ -144,81 +141,13 @@ class Store(Protocol):
     def delete_key(self, key: str) -> bool: ...
 
 
-class _Questions:
-    """Calls of the job's store, one after another, on a thread of their own: most have no timeout, and a store whose
-    process is stopped or unreachable must hold up this one for a bounded time only."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._lock = threading.Lock()  # two actors of one process may ask
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._unanswered: queue.SimpleQueue[Any] | None = None
-        """Where the answer to a question that was given up will be."""
-
-    def ask(self, question: Callable[[], Any], limit_s: float | None = None) -> Any:
-        """What ``question()`` returns or raises; :class:`DumpError` where it does neither in time, and at once while an
-        earlier one is still under way."""
-        with self._lock:
-            if self._unanswered is not None and self._unanswered.empty():
-                raise DumpError("the job's store has not answered an earlier question yet")
-            if self._thread is None or not self._thread.is_alive():  # also after a fork
-                self._thread = threading.Thread(target=self._run, name="slime_instrument-store", daemon=True)
-                self._thread.start()
-            answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            self._unanswered = answer
-            self._calls.put((question, answer))
-            value, error = self._wait_for(answer, self._limit_s if limit_s is None else limit_s)
-            self._unanswered = None
-        try:
-            if error is not None:
-                raise error
-            return value
-        finally:
-            del error  # its traceback holds this frame
-
-    def _wait_for(self, answer: queue.SimpleQueue[Any], limit_s: float) -> Any:
-        waited_s, step_s = 0.0, min(0.25, limit_s)
-        while waited_s < limit_s:
-            began = time.monotonic()
-            with contextlib.suppress(queue.Empty):
-                return answer.get(timeout=step_s)
-            waited_s += min(time.monotonic() - began, step_s + 0.05)  # not while this process was stopped itself
-        raise DumpError(f"the job's store does not answer for {limit_s:g} s")
-
-    def _run(self) -> None:
-        while True:
-            question, answer = self._calls.get()
-            try:
-                answer.put((question(), None))
-            except BaseException as error:
-                answer.put((None, error))
-            del question, answer
-
-
-_HURRY_S = 5.0
-"""How long an exception on its way out of training is held up at most to tell the others."""
-
-
 class _Careful:
-    """A store whose failures are no fault of ours, whatever class it raises, and which answers in bounded time."""
+    """A store whose failures are no fault of ours, whatever class it raises."""
 
-    def __init__(self, store: Any, questions: _Questions) -> None:
+    def __init__(self, store: Any) -> None:
         self.underlying_store = store
-        self._questions = questions
-        self._limit_s: float | None = None
-        self._broken = threading.Event()
-
-    @property
-    def broken(self) -> bool:
+        self.broken = False
         """Whether an answer was an error: another connection may get better ones."""
-        return self._broken.is_set()
-
-    def in_a_hurry(self) -> _Careful:
-        """The same, for when something has failed already."""
-        hurried = copy.copy(self)
-        hurried._limit_s = _HURRY_S
-        return hurried
 
     def set(self, key: str, value: str) -> None:
         self._ask(lambda: self.underlying_store.set(key, value))
@@ -240,13 +169,11 @@ class _Careful:
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         try:
-            return self._questions.ask(question, self._limit_s)
-        except DumpError:
-            raise
+            return question()
         except Exception as error:
             if not_ours(error):
                 raise
-            self._broken.set()
+            self.broken = True
             raise DumpError(f"the job's store does not answer: {describe(error)}") from error
 
 
@@ -268,41 +195,38 @@ class Presence:
     slime may destroy its process groups between rollouts and make others, with another store; :meth:`connect` follows.
     """
 
-    def __init__(self, every: int = 1, pin: Pins | None = None, timeout_s: float = 120.0) -> None:
-        """``every`` and ``pin``: which rollouts this rank dumps. ``timeout_s``: for each answer of the store."""
+    def __init__(self, every: int = 1, pin: Pins | None = None) -> None:
+        """``every`` and ``pin``: which rollouts this rank dumps."""
         self._dumps = json.dumps([every, () if pin is None else pin.ranges])
         self._dumps_of: dict[int, str] = {}
         self.store: _Careful | None = None
         self._of: Callable[[], Any] = lambda: None
         """The job's store that ``store`` is another connection to. Held weakly: where a job makes a new one at the same
         address, the old one's server must be able to end."""
-        self._questions = _Questions(timeout_s)
         self.rank = -1
         self._out: str | None = None
 
-    def connect(self, *, in_a_hurry: bool = False) -> Store:
+    def connect(self) -> Store:
         """The store of the default process group as it is now, with this rank announced in it. Raises
-        :class:`DumpError` where it does not answer; see :meth:`_Careful.in_a_hurry`."""
+        :class:`DumpError` where it does not answer."""
         import torch.distributed as dist
         from torch.distributed import distributed_c10d
 
         try:
             current: Any = distributed_c10d._get_default_store()
             if self.store is None or self.store.broken or current is not self._of():
-                self.store = None
                 try:
-                    # Another connection, so that no wait of ours holds a lock of training's.
-                    own = self._questions.ask(current.clone, _HURRY_S if in_a_hurry else None)
-                except (AttributeError, NotImplementedError):  # a store that cannot
+                    own = current.clone()  # another connection, so that no wait of ours holds a lock of training's
+                except (AttributeError, RuntimeError, NotImplementedError):  # a store that cannot
                     own = current
-                store = _Careful(own, self._questions)
-                self._announce(store.in_a_hurry() if in_a_hurry else store, dist.get_rank())
+                store = _Careful(own)
+                self._announce(store, dist.get_rank())
                 self.store, self._of = store, _weakly(current)
         except DumpError:
             raise
         except RuntimeError as error:  # what torch's stores raise
             raise DumpError(f"the job's store does not answer: {describe(error)}") from error
-        return self.store.in_a_hurry() if in_a_hurry else self.store
+        return self.store
 
     def _announce(self, store: Store, rank: int) -> None:
         """That this rank takes part, and in what."""
@@ -320,7 +244,7 @@ class Presence:
         self._out = reason
         if self.store is not None:
             with contained():
-                self._say_whether_armed(self.store)
+                self._say_whether_armed(self.connect() if self.store.broken else self.store)
 
     def skips(self, ranks: Sequence[int], rollout_id: int) -> list[int]:
         """Which of ``ranks`` do not dump this rollout, because their settings say so."""
@@ -400,11 +324,25 @@ def give_up(store: Store, call: CallId, rank: int, reason: str) -> None:
     """Tell the others not to wait for ``rank``, or, once bytes travel, why they end. Never raises and soon returns: it
     is called when something has failed already. The bounded waits of the others cover a store that is gone."""
     text = storable(f"rank {rank}: {reason}")
-    if isinstance(store, _Careful):
-        store = store.in_a_hurry()
-    with contained():
-        store.compare_set(f"{_ROOT}/{call}/decision", "", f"skip:{text}")
-        store.compare_set(f"{_ROOT}/{call}/failed", "", text)
+
+    def tell() -> None:
+        with contained():
+            store.compare_set(f"{_ROOT}/{call}/decision", "", f"skip:{text}")
+            store.compare_set(f"{_ROOT}/{call}/failed", "", text)
+
+    # A question has no timeout, and while the store's process is stopped or unreachable there is no answer. An
+    # exception that ends the training must still get out.
+    thread = threading.Thread(target=tell, name="slime_instrument-give-up", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no thread can be had, such as while the interpreter ends
+        tell()
+    else:
+        thread.join(_TELLING_S)
+
+
+_TELLING_S = 5.0
+"""How long something that failed is held up at most to tell the others."""
 
 
 _LOOK_S = 0.25

@@ -58,7 +58,7 @@ class Dumper:
         earlier: Dumper | None = None,
     ) -> None:
         self._settings, self._report, self._after_dump = settings, report, after_dump
-        self._presence = Presence(settings.every, settings.pin, settings.timeout_s)
+        self._presence = Presence(settings.every, settings.pin)
         self._rotation = Rotation(settings, self._note)
         self._disk = Disk(self._note)
         self._background = BackgroundWriter(report, settings.timeout_s)
@@ -66,8 +66,8 @@ class Dumper:
         self._journal: journal.Writer | None = None
         self._journal_failed = False
         self._written = 0
-        self._in_place: CallId | None = None
-        """The call whose file was put in place last; in the background, an earlier one's may be while another dumps."""
+        self._settled: CallId | None = None
+        """The call whose file was put in place, or handed to the background writer, last."""
         self._announced_before_training = False
         self._step_began: float | None = None
         self._missed: dict[tuple[int, int], CallId] = {}
@@ -109,9 +109,10 @@ class Dumper:
         self._attempts[rollout_id] = self._attempts.get(rollout_id, -1) + 1
         self._calls[rollout_id] = 0
         self._told = None
+        self._announced_before_training = False
         with contained(_not_told):  # a store that does not answer now may do so at the dump
             self._presence.connect()
-        self._announced_before_training = self._presence.store is not None
+            self._announced_before_training = True
         topology = self._topology_if_known()
         if args is not None and not self._began and topology is not None and topology.is_writer:
             self._begin_journal(dump_template(args), topology, (), route)
@@ -125,7 +126,7 @@ class Dumper:
         with contained(_not_told):
             topology = self._topology_if_known()
             if topology is None or topology.takes_part:
-                store = self._presence.connect(in_a_hurry=True)
+                store = self._presence.store or self._presence.connect()
                 agree.give_up(store, self._next_call(rollout_id), self._presence.rank, reason)
             if topology is not None and topology.is_writer:
                 self._say("lost", rollout_id=rollout_id, reason=reason)
@@ -164,7 +165,7 @@ class Dumper:
                 self._dump(args, call, rollout_data, seen, topology, path, began)
         except BaseException as error:
             self._told = rollout_id
-            if topology.is_writer and self._in_place != call:
+            if topology.is_writer and self._settled != call:
                 spent = round(time.monotonic() - began, 4)
                 self._say("lost", rollout_id=rollout_id, path=str(path), reason=_why(error), blocked_s=spent)
             if not not_ours(error) and not isinstance(error, DumpError) and _is_shortage(error):
@@ -267,6 +268,8 @@ class Dumper:
                 if references is not None:
                     remove_references(references)
                 raise
+            if blocked_s is None:
+                self._settled = call
             spent = time.monotonic() - began
             lacking = left_out(payload)
             if absent:
@@ -286,6 +289,7 @@ class Dumper:
             self._say("pending", rollout_id=rollout_id, path=str(path), blocked_s=round(blocked_s, 4))
             lost = f"Rollout {rollout_id} has no train dump."
             self._background.submit(write_later, lost, lambda: self._disk.writes)
+            self._settled = call
         else:
             write()
         self._after_dump(args, rollout_id, payload, path)
@@ -301,8 +305,7 @@ class Dumper:
     ) -> None:
         """A dump is in place: say so with what it cost, then rotate."""
         self._written += 1
-        self._in_place, rollout_id = call, call.rollout_id
-        share = ""
+        rollout_id, share = call.rollout_id, ""
         if self._step_began is not None:
             share = f", {100 * seconds / max(time.monotonic() - self._step_began, 1e-9):.1f} % of the train step"
         level = logging.INFO if self._written == 1 else logging.DEBUG

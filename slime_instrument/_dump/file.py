@@ -348,10 +348,12 @@ def write_dump(payload: dict[str, Any], path: Path, disk: Disk) -> int:
 
     Raises :class:`DumpError` with the path, the reason and the free space.
     """
+    in_place = False
     try:
         try:
             return _write_once(payload, path, disk)
         except OSError:
+            in_place = disk.in_place
             if is_special(path):  # a pipe whose reader has gone would wait for another one
                 raise
             time.sleep(_RETRY_AFTER_S)
@@ -364,7 +366,7 @@ def write_dump(payload: dict[str, Any], path: Path, disk: Disk) -> int:
                 expected="to write the train dump",
                 found=f"{refused.strerror or describe(refused)} ({tried}; {free_space(path.parent)})",
                 follows="This rollout has no train dump; a file that was there before is "
-                + ("lost, because files are written in place here." if disk.in_place else "untouched."),
+                + ("lost, because files are written in place here." if in_place or disk.in_place else "untouched."),
                 next_step="Check space, quota and rights of the folder.",
             )
         ) from refused

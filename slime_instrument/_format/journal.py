@@ -44,7 +44,8 @@ class Writer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._kept: list[str] = []
-        self._lock = threading.Lock()  # a file that is written in the background has a line, too
+        # A file that is written in the background has a line, too; and a signal handler may come in between.
+        self._lock = threading.RLock()
 
     def append(self, event: str, **values: Any) -> None:
         """Append one line, and those that could not be before. Raises OSError."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import socket
 import threading
@@ -24,7 +23,6 @@ from slime_instrument._dump.agree import (
     Patience,
     Presence,
     _Careful,
-    _Questions,
     give_up,
 )
 from slime_instrument._errors import DumpError
@@ -243,7 +241,7 @@ def test_patience_counts_only_the_time_in_which_it_waited() -> None:
 
 def presence(store: Any, rank: int) -> Presence:
     made = Presence()
-    made.store = store
+    made.store = _Careful(store)
     made._announce(store, rank)
     return made
 
@@ -328,13 +326,13 @@ def test_a_store_that_fails_is_no_fault_of_ours(error: Exception) -> None:
             raise error
 
     with pytest.raises(DumpError, match="the job's store does not answer"):
-        _Careful(Failing(), _Questions(10.0)).get("x")
+        _Careful(Failing()).get("x")
 
 
 def test_ranks_whose_settings_leave_a_rollout_out_are_known_before_anybody_waits(store: Any) -> None:
     made = [Presence(), Presence(every=3, pin=Pins(((4, 5),)))]
     for rank, one in enumerate(made):
-        one.store = store
+        one.store = _Careful(store)
         one._announce(store, rank)
     assert [i for i in range(8) if made[0].skips([0, 1], i) == []] == [0, 3, 4, 5, 6]
     assert made[0].skips([0, 1], 1) == [1]
@@ -364,38 +362,8 @@ def _late(work: Callable[[], Any]) -> Any:
     return work()
 
 
-def test_a_store_that_does_not_answer_holds_nobody_up_and_is_asked_again_once_it_has_answered() -> None:
-    freed = threading.Event()
-
-    class Stuck:
-        asked = 0
-
-        def get(self, key: str) -> bytes:
-            self.asked += 1
-            freed.wait(30)
-            return b"late"
-
-    stuck = Stuck()
-    careful = _Careful(stuck, _Questions(0.2))
-    began = time.monotonic()
-    with pytest.raises(DumpError, match=r"does not answer for 0\.2 s"):
-        careful.get("x")
-    with pytest.raises(DumpError, match="has not answered an earlier question yet"):
-        careful.get("x")
-    assert time.monotonic() - began < 5.0
-    assert (stuck.asked, careful.broken) == (1, False)
-    freed.set()
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        with contextlib.suppress(DumpError):
-            assert careful.get("x") == b"late"
-            break
-        time.sleep(0.01)
-    assert stuck.asked == 2
-
-
 def test_giving_up_is_never_held_up_for_long_by_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agree, "_HURRY_S", 0.1)
+    monkeypatch.setattr(agree, "_TELLING_S", 0.1)
     freed = threading.Event()
 
     class Stuck:
@@ -404,20 +372,9 @@ def test_giving_up_is_never_held_up_for_long_by_a_store_that_does_not_answer(mon
             return b""
 
     began = time.monotonic()
-    give_up(_Careful(Stuck(), _Questions(60.0)), CALL, 0, "no luck")
+    give_up(_Careful(Stuck()), CALL, 0, "no luck")
     freed.set()
     assert time.monotonic() - began < 5.0
-
-
-def test_questions_of_two_threads_do_not_get_in_each_others_way() -> None:
-    class Slow:
-        def get(self, key: str) -> bytes:
-            time.sleep(0.02)
-            return key.encode()
-
-    careful = _Careful(Slow(), _Questions(10.0))
-    asked = [partial(careful.get, str(number)) for number in range(20)]
-    assert together(asked) == [str(number).encode() for number in range(20)]
 
 
 class Moody:

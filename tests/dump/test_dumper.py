@@ -409,3 +409,21 @@ def test_a_dump_that_is_lost_while_an_earlier_file_comes_into_place_is_in_the_jo
     with pytest.raises(DumpError, match="no luck"):
         made.dump(args(tmp_path), 1, data, Seen())
     assert [(one.rollout_id, one.state) for one in read_journal(tmp_path).rollouts] == [(0, "written"), (1, "lost")]
+
+
+def test_a_dump_that_is_pending_when_something_else_fails_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = Topology(0, 1, 0, 1, 1, 0, 1, 0, True, (0,))
+    monkeypatch.setattr(dumper_module, "read_topology", lambda: alone)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for number, settings in enumerate(({"async_write": True}, {})):
+        folder = tmp_path / str(number)
+        made = Dumper(Settings(timeout_s=20.0, **settings), report, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made.dump(args(folder), 0, rollout_data(CASE, 0), Seen())
+        made._background.flush()
+        assert [(one.rollout_id, one.state) for one in read_journal(folder).rollouts] == [(0, "written")]

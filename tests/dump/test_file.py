@@ -1328,3 +1328,19 @@ def test_a_file_grows_while_one_large_tensor_is_written(
     assert len(along) >= 10
     assert along == sorted(along)
     assert torch.equal(torch.load(path)["samples"][0]["x"], payload(1 << 16)["samples"][0]["x"])
+
+
+def test_a_file_that_a_first_try_in_place_cost_is_said_to_be_lost_whatever_the_second_one_meets(
+    path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.can_rename = False
+    path.write_bytes(b"a dump of before")
+    monkeypatch.setattr(file_module, "_RETRY_AFTER_S", 0.0)
+
+    def fail_and_lock(_: int) -> None:
+        monkeypatch.setattr("builtins.open", failing(errno.EACCES))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(disk, "_flush_to_disk", fail_and_lock)
+    with pytest.raises(DumpError, match="lost, because files are written in place"):
+        write_dump(payload(8), path, disk)
