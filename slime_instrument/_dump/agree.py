@@ -9,6 +9,7 @@ level, because the hooks import this module before slime is imported.
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import threading
 import time
@@ -177,6 +178,17 @@ class _Careful:
             raise DumpError(f"the job's store does not answer: {describe(error)}") from error
 
 
+def _listens(store: Any) -> bool:
+    """Whether somebody is there where ``store`` has its server."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    try:
+        socket.create_connection((store.host, store.port), timeout=2.0).close()
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
 def _weakly(store: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(store)
@@ -214,14 +226,15 @@ class Presence:
 
         try:
             current: Any = distributed_c10d._get_default_store()
+            if self.store is not None and self.store.broken and current is self._of() and not _listens(current):
+                raise DumpError("the job's store takes no connection")  # cloning would wait for it, for minutes
             if self.store is None or self.store.broken or current is not self._of():
                 try:
                     own = current.clone()  # another connection, so that no wait of ours holds a lock of training's
                 except (AttributeError, RuntimeError, NotImplementedError):  # a store that cannot
                     own = current
-                store = _Careful(own)
-                self._announce(store, dist.get_rank())
-                self.store, self._of = store, _weakly(current)
+                self.store, self._of = _Careful(own), _weakly(current)
+                self._announce(self.store, dist.get_rank())
         except DumpError:
             raise
         except RuntimeError as error:  # what torch's stores raise
@@ -244,7 +257,7 @@ class Presence:
         self._out = reason
         if self.store is not None:
             with contained():
-                self._say_whether_armed(self.connect() if self.store.broken else self.store)
+                self._say_whether_armed(self.store)
 
     def skips(self, ranks: Sequence[int], rollout_id: int) -> list[int]:
         """Which of ``ranks`` do not dump this rollout, because their settings say so."""

@@ -6,7 +6,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -380,8 +380,10 @@ def test_giving_up_is_never_held_up_for_long_by_a_store_that_does_not_answer(mon
 class Moody:
     """A job's store that fails when asked to; its clones are connections to the same values."""
 
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.clones, self.failing = inner, 0, 0
+    host = "127.0.0.1"
+
+    def __init__(self, inner: Any, port: int) -> None:
+        self.inner, self.port, self.clones, self.failing = inner, port, 0, 0
 
     def clone(self) -> Any:
         self.clones += 1
@@ -400,12 +402,13 @@ class Connection:
 
 
 @pytest.fixture
-def moody(monkeypatch: pytest.MonkeyPatch) -> Moody:
+def moody(monkeypatch: pytest.MonkeyPatch) -> Iterator[Moody]:
     """The default store of this process, which is rank 0."""
-    made = Moody(dist.HashStore())
-    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: made)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    return made
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        made = Moody(dist.HashStore(), server.getsockname()[1])
+        monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: made)
+        monkeypatch.setattr(dist, "get_rank", lambda: 0)
+        yield made
 
 
 def test_an_announcement_that_failed_is_made_at_the_next_connection(moody: Moody) -> None:
@@ -413,7 +416,6 @@ def test_an_announcement_that_failed_is_made_at_the_next_connection(moody: Moody
     moody.failing = 1
     with pytest.raises(DumpError, match="Connection reset"):
         ours.connect()
-    assert ours.store is None
     ours.connect()
     assert ours.absent([0]) is None
 
@@ -442,3 +444,18 @@ def test_the_jobs_store_is_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> No
     jobs.clear()
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0, "its server still listens"
+
+
+def test_a_server_that_is_gone_is_not_waited_for(moody: Moody) -> None:
+    """Cloning waits five minutes for it by default; and whoever ends meanwhile ends at once."""
+    ours = Presence()
+    store = ours.connect()
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        moody.port = closed.getsockname()[1]
+    moody.failing = 10
+    with pytest.raises(DumpError, match="Connection reset"):
+        store.get("x")
+    with pytest.raises(DumpError, match="takes no connection"):
+        ours.connect()
+    ours.step_out("the end")
+    assert moody.clones == 1
