@@ -57,9 +57,9 @@ class SlimeWatch:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if self._arm is not None and (fullname == self._top or fullname.startswith(self._top + ".")):
+        if fullname == self._top or fullname.startswith(self._top + "."):
             arm = self.stop()
-            if arm is not None:  # no other thread was quicker
+            if arm is not None:
                 arm(self.route)
         return None
 

@@ -178,10 +178,16 @@ class _Careful:
             raise DumpError(f"the job's store does not answer: {describe(error)}") from error
 
 
-def _listens(store: Any) -> bool:
-    """Whether somebody is there where ``store`` has its server."""
+def innermost(store: Any) -> Any:
+    """The store that a store with a prefix, or a careful one, asks in the end."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
+    return store
+
+
+def _listens(store: Any) -> bool:
+    """Whether somebody is there where ``store`` has its server."""
+    store = innermost(store)
     try:
         socket.create_connection((store.host, store.port), timeout=2.0).close()
     except (AttributeError, OSError):
@@ -226,15 +232,17 @@ class Presence:
 
         try:
             current: Any = distributed_c10d._get_default_store()
-            if self.store is not None and self.store.broken and current is self._of() and not _listens(current):
-                raise DumpError("the job's store takes no connection")  # cloning would wait for it, for minutes
-            if self.store is None or self.store.broken or current is not self._of():
-                try:
-                    own = current.clone()  # another connection, so that no wait of ours holds a lock of training's
-                except (AttributeError, RuntimeError, NotImplementedError):  # a store that cannot
-                    own = current
-                self.store, self._of = _Careful(own), _weakly(current)
-                self._announce(self.store, dist.get_rank())
+            if self.store is not None and current is self._of():
+                if not self.store.broken:
+                    return self.store
+                if not _listens(current):
+                    raise DumpError("the job's store takes no connection")  # cloning would wait for it, for minutes
+            try:
+                own = current.clone()  # another connection, so that no wait of ours holds a lock of training's
+            except (AttributeError, RuntimeError, NotImplementedError):  # a store that cannot
+                own = current
+            self.store, self._of = _Careful(own), _weakly(current)
+            self._announce(self.store, dist.get_rank())
         except DumpError:
             raise
         except RuntimeError as error:  # what torch's stores raise

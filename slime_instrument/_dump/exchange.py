@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime_instrument._dump.agree import Agreement, Patience, Topology
+from slime_instrument._dump.agree import Agreement, Patience, Topology, innermost
 from slime_instrument._dump.contribute import Contribution, bytes_of
 from slime_instrument._errors import DumpError, describe
 
@@ -106,9 +106,7 @@ def _hosts(store: Any) -> list[str]:
     """Addresses of this machine, the likeliest first: of the interface that the user named for gloo or NCCL, the one
     that leads to the job's store, and what the machine's name resolves to, as gloo itself does."""
     hosts = [_of_interface(name) for name in _named_interfaces()]
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    for host in (getattr(store, "host", None), os.environ.get("MASTER_ADDR")):
+    for host in (getattr(innermost(store), "host", None), os.environ.get("MASTER_ADDR")):
         hosts.append(_towards(host) if isinstance(host, str) and host else None)
     hosts += _of_this_machines_name(socket.gethostname())
     return list(dict.fromkeys(host for host in hosts if host))

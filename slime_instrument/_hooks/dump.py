@@ -75,9 +75,9 @@ def _plain_id(rollout_id: Any) -> Any:
 
 def _seen(process: Process, args: Any, session: CaptureSession, dumped: dict[str, Any]) -> Seen:
     """What the session saw of its rollout."""
-    captured, fits = None, one_for_each_sample(session.key, dumped)
-    if session.wanted and session.failure is None and (fits or session.key not in dumped):
-        captured = session.collected(dumped.get(session.key))
+    fits = session.key not in dumped or one_for_each_sample(session.key, dumped)
+    wanted = session.wanted and session.failure is None and fits
+    captured = session.collected(dumped.get(session.key)) if wanted else None
     log_probs, steps = (None, None) if captured is None else captured
     return Seen(
         failure=session.failure,

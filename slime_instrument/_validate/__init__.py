@@ -114,10 +114,11 @@ def _each_with_its_own(paths: Sequence[Path], folder: Path, allow_pickle: bool) 
     """Each train dump against the rollout dump of its rollout in ``folder``."""
     pairing = find_pairs([*paths, folder], allow_pickle=allow_pickle)
     own = {path: pair.rollout for pair in pairing.pairs for path in pair.train}
-    # A pair has one train dump: of several of one rollout, each is looked for by itself.
-    for path in [path for path in paths if path not in own]:
-        one = find_pairs([path, folder], allow_pickle=allow_pickle)
-        own.update({member: pair.rollout for pair in one.pairs for member in pair.train})
+    # A pair has one train dump: of several of one rollout, the others are looked for by themselves.
+    for second in pairing.skipped:
+        if second.file in paths and second.lone is None and not second.unreadable:
+            found = find_pairs([second.file, folder], allow_pickle=allow_pickle)
+            own.update({path: pair.rollout for pair in found.pairs for path in pair.train})
     together: dict[Path | None, list[Path]] = {}
     for path in paths:
         together.setdefault(own.get(path), []).append(path)

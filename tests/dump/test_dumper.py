@@ -384,11 +384,15 @@ def test_half_of_a_context_parallel_pair_is_no_dump(tmp_path: Path) -> None:
     assert loaded(tmp_path) == {}
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the only rank."""
+    monkeypatch.setattr(dumper_module, "read_topology", lambda: Topology(0, 1, 0, 1, 1, 0, 1, 0, True, (0,)))
+
+
 def test_a_dump_that_is_lost_while_an_earlier_file_comes_into_place_is_in_the_journal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = Topology(0, 1, 0, 1, 1, 0, 1, 0, True, (0,))
-    monkeypatch.setattr(dumper_module, "read_topology", lambda: alone)
     gate, real = threading.Event(), dumper_module.write_dump
 
     def slow(*given: Any) -> int:
@@ -411,12 +415,7 @@ def test_a_dump_that_is_lost_while_an_earlier_file_comes_into_place_is_in_the_jo
     assert [(one.rollout_id, one.state) for one in read_journal(tmp_path).rollouts] == [(0, "written"), (1, "lost")]
 
 
-def test_a_dump_that_is_pending_when_something_else_fails_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alone = Topology(0, 1, 0, 1, 1, 0, 1, 0, True, (0,))
-    monkeypatch.setattr(dumper_module, "read_topology", lambda: alone)
-
+def test_a_dump_that_is_pending_when_something_else_fails_is_not_lost(alone: None, tmp_path: Path) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
