@@ -186,11 +186,13 @@ def innermost(store: Any) -> Any:
 
 
 def _listens(store: Any) -> bool:
-    """Whether somebody is there where ``store`` has its server."""
+    """Whether somebody is there where ``store`` has its server; True for one that has none, such as a file."""
     store = innermost(store)
+    if not hasattr(store, "port"):
+        return True
     try:
         socket.create_connection((store.host, store.port), timeout=2.0).close()
-    except (AttributeError, OSError):
+    except OSError:
         return False
     return True
 

@@ -459,3 +459,13 @@ def test_a_server_that_is_gone_is_not_waited_for(moody: Moody) -> None:
         ours.connect()
     ours.step_out("the end")
     assert moody.clones == 1
+
+
+def test_a_store_without_a_server_that_failed_once_is_asked_again(moody: Moody) -> None:
+    del moody.port
+    ours = Presence()
+    moody.failing = 1
+    with pytest.raises(DumpError, match="Connection reset"):
+        ours.connect()
+    ours.connect()
+    assert ours.absent([0]) is None
